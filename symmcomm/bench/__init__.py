@@ -1,0 +1,1 @@
+"""The benchmark behind ``symmcomm bench``: cases, oracle, implementations, teams of ranks, timing, reports."""

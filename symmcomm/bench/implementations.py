@@ -1,0 +1,187 @@
+"""What is compared, each behind the same few methods and in its fastest call form.
+
+``symm`` is this library on ordinary tensors, ``symm_heap`` on symmetric ones. Ordinary tensors are shared by all
+implementations of a process, so that all work on the same pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from symmcomm.bench.case import ROOT, Case, Collective
+from symmcomm.bench.oracle import torch_dtype
+from symmcomm.communicator import Communicator
+from symmcomm.schedule.dtypes import DType, Op, supports
+
+OWN = ("symm", "symm_heap")
+Call = Callable[[], object]
+
+_GLOO_DTYPES = (
+    DType.float32, DType.float64, DType.float16, DType.bfloat16,
+    DType.int8, DType.uint8, DType.int32, DType.int64,
+)
+_GLOO_OPS = {
+    Op.sum: dist.ReduceOp.SUM, Op.max: dist.ReduceOp.MAX, Op.min: dist.ReduceOp.MIN, Op.prod: dist.ReduceOp.PRODUCT,
+    Op.band: dist.ReduceOp.BAND, Op.bor: dist.ReduceOp.BOR, Op.bxor: dist.ReduceOp.BXOR,
+}
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """A rank's tensors: flat, of the case's dtype; one and the same where the collective works in place."""
+
+    input: Tensor
+    output: Tensor
+
+    @classmethod
+    def allocate(cls, case: Case, rank: int, empty: Callable[[int, torch.dtype], Tensor]) -> Buffers:
+        """Tensors of the case's sizes, made by ``empty(numel, dtype)``."""
+        dtype = torch_dtype(case.dtype)
+        given = empty(case.input_numel(rank), dtype)
+        return cls(given, given if case.collective.in_place else empty(case.output_numel(rank), dtype))
+
+
+class Implementation(Protocol):
+    """One way to run a case."""
+
+    def refusal(self, case: Case) -> str | None:
+        """Why the case cannot be run, the same on all ranks; ``None`` if it can."""
+        ...
+
+    def call(self, case: Case, buffers: Buffers) -> Call:
+        """One collective on the buffers, with all arguments prepared."""
+        ...
+
+    def barrier(self) -> None:
+        """Brings the ranks together before a round."""
+        ...
+
+
+class Symm:
+    """This library; ``buffers`` decide whether it works in the heap or through staging."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def refusal(self, case: Case) -> str | None:
+        """See Implementation."""
+        if case.collective.reduces and not supports(case.dtype, case.op):
+            return f"{case.op.name} has no meaning for {case.dtype.name}"
+        return None
+
+    def barrier(self) -> None:
+        """See Implementation."""
+        self._comm.barrier()
+
+    def call(self, case: Case, buffers: Buffers) -> Call:
+        """See Implementation."""
+        comm, op, given, got = self._comm, case.op.name, buffers.input, buffers.output
+        root, ranks = comm.rank == ROOT, case.world_size
+        match case.collective:
+            case Collective.all_reduce:
+                return partial(comm.all_reduce, given, op)
+            case Collective.reduce_scatter:
+                return partial(comm.reduce_scatter_tensor, got, given, op)
+            case Collective.all_gather:
+                return partial(comm.all_gather_into_tensor, got, given)
+            case Collective.all_to_all:
+                return partial(comm.all_to_all_single, got, given)
+            case Collective.broadcast:
+                return partial(comm.broadcast, given, ROOT)
+            case Collective.reduce:
+                return partial(comm.reduce, given, ROOT, op)
+            case Collective.gather:
+                return partial(comm.gather, given, list(got.chunk(ranks)) if root else None, ROOT)
+            case Collective.scatter:
+                return partial(comm.scatter, got, list(given.chunk(ranks)) if root else None, ROOT)
+            case Collective.send_recv:
+                return self._exchange(given, got)
+            case _:
+                return comm.barrier
+
+    def _exchange(self, given: Tensor, got: Tensor) -> Call:
+        """To the next rank and from the one before; even ranks send first, so that nobody waits in a circle."""
+        comm = self._comm
+        following, before = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+
+        def send_first() -> None:
+            comm.send(given, following)
+            comm.recv(got, before)
+
+        def receive_first() -> None:
+            comm.recv(got, before)
+            comm.send(given, following)
+
+        return receive_first if comm.rank % 2 else send_first
+
+
+class Gloo:
+    """torch.distributed over gloo: synchronous calls on its default group."""
+
+    def __init__(self) -> None:
+        self._rank = dist.get_rank()
+
+    def refusal(self, case: Case) -> str | None:
+        """See Implementation."""
+        if not case.collective.reduces:
+            return None
+        if case.op not in _GLOO_OPS or not supports(case.dtype, case.op):
+            return f"gloo has no {case.op.name} for {case.dtype.name}"
+        return None if case.dtype in _GLOO_DTYPES else f"gloo reduces no {case.dtype.name}"
+
+    def barrier(self) -> None:
+        """See Implementation."""
+        dist.barrier()
+
+    def call(self, case: Case, buffers: Buffers) -> Call:
+        """See Implementation."""
+        given, got = buffers.input, buffers.output
+        if not case.collective.reduces:  # bytes are bytes, and gloo knows few dtypes
+            given, got = given.view(torch.uint8), got.view(torch.uint8)
+        root, ranks = self._rank == ROOT, case.world_size
+        match case.collective:
+            case Collective.all_reduce:
+                return partial(dist.all_reduce, given, _GLOO_OPS[case.op])
+            case Collective.reduce_scatter:
+                return partial(dist.reduce_scatter_tensor, got, given, _GLOO_OPS[case.op])
+            case Collective.all_gather:
+                return partial(dist.all_gather_into_tensor, got, given)
+            case Collective.all_to_all:
+                return partial(dist.all_to_all_single, got, given)
+            case Collective.broadcast:
+                return partial(dist.broadcast, given, ROOT)
+            case Collective.reduce:
+                return partial(dist.reduce, given, ROOT, _GLOO_OPS[case.op])
+            case Collective.gather:
+                return partial(dist.gather, given, list(got.chunk(ranks)) if root else None, ROOT)
+            case Collective.scatter:
+                return partial(dist.scatter, got, list(given.chunk(ranks)) if root else None, ROOT)
+            case Collective.send_recv:
+                return self._exchange(given, got, ranks)
+            case _:
+                return dist.barrier
+
+    def _exchange(self, given: Tensor, got: Tensor, ranks: int) -> Call:
+        following, before = (self._rank + 1) % ranks, (self._rank - 1) % ranks
+
+        def exchange() -> None:
+            sent = dist.isend(given, following)
+            dist.recv(got, before)
+            assert sent is not None
+            sent.wait()
+
+        return exchange
+
+
+def mpi_implementation() -> Implementation:
+    """The MPI that this process was started by; imports mpi4py, which initialises MPI."""
+    from symmcomm.bench.mpi_calls import MPICalls
+
+    return MPICalls()

@@ -1,0 +1,156 @@
+"""What each rank puts in, and what must come out, in float64 (int64 for integers).
+
+Element i of rank r is ``source(r)[i mod PERIOD]``. Reductions are element by element, so the result has the same period,
+and the oracle costs one period at any size. PERIOD is a prime: a block that lands in the wrong place does not match.
+
+Tolerance: a sum of W numbers x_r with unit roundoff u of the dtype is off by at most W·u·Σ|x_r| to first order, in
+whatever order and with whatever wider accumulator it is computed; a product by W·u·|Πx_r|; an average rounds once more.
+Everything else must be exact.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from symmcomm.bench.case import ROOT, Case, Collective
+from symmcomm.schedule.dtypes import DType, Op
+
+PERIOD = 65_521
+_CHUNK = 16 * PERIOD
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``count`` elements of an output: one period of values and of tolerances, read from element ``start`` on."""
+
+    values: Tensor
+    tolerances: Tensor
+    start: int
+    count: int
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """torch's dtype of the same name."""
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+@lru_cache(maxsize=256)
+def source(dtype: DType, op: Op, rank: int) -> Tensor:
+    """One period of the rank's elements: values that the dtype holds exactly, as float64 or int64."""
+    generator = torch.Generator().manual_seed(1 + rank)
+    if dtype is DType.bool:
+        return torch.randint(0, 2, (PERIOD,), generator=generator)
+    if not dtype.is_floating_point:
+        low, high = (0, 16) if dtype is DType.uint8 else (-8, 8)
+        return torch.randint(low, high, (PERIOD,), generator=generator)
+    values = torch.rand(PERIOD, generator=generator, dtype=torch.float64) * 2 - 1
+    if op is Op.prod:  # near one, so that no dtype overflows
+        values = torch.sign(values) * (1 + values / 10)
+    return values.to(torch_dtype(dtype)).to(torch.float64)
+
+
+@lru_cache(maxsize=16)
+def reduction(dtype: DType, op: Op, world_size: int) -> tuple[Tensor, Tensor]:
+    """One period of the reduction over all ranks, and of the tolerance."""
+    stack = torch.stack([source(dtype, op, rank) for rank in range(world_size)])
+    if not dtype.is_floating_point:
+        exact = _reduce_integers(stack, dtype, op)
+        return exact, torch.zeros(PERIOD, dtype=torch.float64)
+    info = torch.finfo(torch_dtype(dtype))
+    roundoff, tiny = info.eps / 2, info.smallest_normal * info.eps
+    if op is Op.sum:
+        return stack.sum(0), world_size * roundoff * stack.abs().sum(0) + tiny
+    if op is Op.avg:
+        return stack.mean(0), (world_size + 1) * roundoff * stack.abs().mean(0) + tiny
+    if op is Op.prod:
+        return stack.prod(0), world_size * roundoff * stack.prod(0).abs() + tiny
+    return (stack.amax(0) if op is Op.max else stack.amin(0)), torch.zeros(PERIOD, dtype=torch.float64)
+
+
+def _reduce_integers(stack: Tensor, dtype: DType, op: Op) -> Tensor:
+    if dtype is DType.bool:
+        op = {Op.sum: Op.max, Op.bor: Op.max, Op.prod: Op.min, Op.band: Op.min}.get(op, op)
+    if op is Op.avg:
+        return torch.div(stack.sum(0), stack.shape[0], rounding_mode="trunc")
+    if op in (Op.max, Op.min):
+        return stack.amax(0) if op is Op.max else stack.amin(0)
+    combine: Callable[[Tensor, Tensor], Tensor] = {
+        Op.sum: operator.add, Op.prod: operator.mul, Op.band: operator.and_, Op.bor: operator.or_, Op.bxor: operator.xor,
+    }[op]
+    total = stack[0]
+    for part in stack[1:]:
+        total = combine(total, part)
+    return total.to(torch_dtype(dtype)).to(torch.int64)  # wraps as the dtype does
+
+
+def _cycle(period: Tensor, start: int, count: int) -> Tensor:
+    """The periods, read from ``start`` on, that one chunk of ``count`` elements needs."""
+    return period.roll(-start % PERIOD).repeat(-(-min(count, _CHUNK) // PERIOD))
+
+
+def fill(tensor: Tensor, case: Case, rank: int) -> None:
+    """Writes the rank's elements, from element 0 on."""
+    cycle = _cycle(source(case.dtype, case.op, rank), 0, tensor.numel())
+    for at in range(0, tensor.numel(), _CHUNK):
+        part = tensor[at : at + _CHUNK]
+        part.copy_(cycle[: part.numel()])
+
+
+def poison(tensor: Tensor) -> None:
+    """Overwrites what an earlier, right result may have left behind."""
+    tensor.view(torch.uint8).fill_(0 if tensor.dtype is torch.bool else 0x5A)
+
+
+def expected(case: Case, rank: int) -> list[Segment]:
+    """What the output of ``rank`` must hold, from its first element on; empty where the output is not defined."""
+    exact = torch.zeros(PERIOD, dtype=torch.float64)
+
+    def whole(start: int, count: int) -> list[Segment]:
+        return [Segment(*reduction(case.dtype, case.op, case.world_size), start, count)]
+
+    def of(sender: int, start: int, count: int) -> Segment:
+        return Segment(source(case.dtype, case.op, sender), exact, start, count)
+
+    ranks, count = range(case.world_size), case.count
+    match case.collective:
+        case Collective.all_reduce:
+            return whole(0, count)
+        case Collective.reduce_scatter:
+            return whole(rank * count, count)
+        case Collective.reduce:
+            return whole(0, count) if rank == ROOT else []
+        case Collective.all_gather:
+            return [of(sender, 0, count) for sender in ranks]
+        case Collective.gather:
+            return [of(sender, 0, count) for sender in ranks] if rank == ROOT else []
+        case Collective.all_to_all:
+            return [of(sender, rank * count, count) for sender in ranks]
+        case Collective.broadcast:
+            return [of(ROOT, 0, count)]
+        case Collective.scatter:
+            return [of(ROOT, rank * count, count)]
+        case Collective.send_recv:
+            return [of((rank - 1) % case.world_size, 0, count)]
+        case _:
+            return []
+
+
+def num_wrong(output: Tensor, segments: list[Segment]) -> int:
+    """Elements of ``output`` outside the tolerance; a NaN is wrong."""
+    wrong, position = 0, 0
+    for segment in segments:
+        values = _cycle(segment.values, segment.start, segment.count)
+        tolerances = _cycle(segment.tolerances, segment.start, segment.count)
+        for at in range(0, segment.count, _CHUNK):
+            num = min(_CHUNK, segment.count - at)
+            got = output[position + at : position + at + num].to(values.dtype)
+            wrong += num - int(((got - values[:num]).abs() <= tolerances[:num]).sum())
+        position += segment.count
+    return wrong

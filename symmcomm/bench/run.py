@@ -1,0 +1,117 @@
+"""One run of the benchmark: which teams, which cases, in which order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from symmcomm.bench.case import Case
+from symmcomm.bench.implementations import OWN
+from symmcomm.bench.machine import hardware
+from symmcomm.bench.mpi_installations import MPIInstallation
+from symmcomm.bench.report import Report, versions
+from symmcomm.bench.team import SpawnedTeam, Team
+from symmcomm.bench.timing import Measurement, Progress, measure
+from symmcomm.env import Launch, Settings
+from symmcomm.errors import ArgumentError
+
+PEERS = ("gloo", "openmpi", "mpich")
+_MPI_NAMES = {"Open MPI": "openmpi", "MPICH": "mpich"}
+
+
+def joined(launch: Launch) -> int | None:
+    """The number of ranks that torchrun or mpirun started with this one; ``None`` if there are no others."""
+    world_size = launch.world_size if launch.world_size is not None else launch.mpi_world_size
+    return world_size if world_size is not None and world_size > 1 else None
+
+
+def parse_peers(text: str, installed: Iterable[str]) -> list[str]:
+    """``"gloo,mpi"`` -> names out of PEERS, each once; ``mpi`` is every MPI installed, ``none`` is nobody.
+
+    Raises ArgumentError for an unknown name, and for an MPI that is named but not installed.
+    """
+    available = ["gloo", *installed]
+    names: list[str] = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        if name == "mpi":
+            names += [peer for peer in available if peer != "gloo"]
+        elif name in PEERS:
+            if name not in available:
+                raise ArgumentError(f"{name!r} is not installed (found: {', '.join(available)}); see symmcomm doctor")
+            names.append(name)
+        elif name != "none":
+            raise ArgumentError(f"{name!r} is no peer: expected some of {', '.join(PEERS)}, or mpi, or none")
+    return list(dict.fromkeys(names))
+
+
+@dataclass(frozen=True)
+class TeamPlan:
+    """Who runs in one set of processes, and whose launcher starts them."""
+
+    name: str
+    implementations: list[str]
+    launcher: str | None
+
+
+def plan_teams(peers: Sequence[str]) -> list[TeamPlan]:
+    """Everybody together, as far as possible: two MPIs cannot live in one process."""
+    launcher = "openmpi" if "openmpi" in peers else None
+    own = TeamPlan("own", [*OWN, *(peer for peer in ("gloo", "openmpi") if peer in peers)], launcher)
+    return [own, TeamPlan("mpich", ["mpich"], "mpich")] if "mpich" in peers else [own]
+
+
+def present(peers: Sequence[str], launch: Launch) -> tuple[list[str], list[str]]:
+    """Of the peers, those that ranks started by torchrun or mpirun can run, and notes about the others."""
+    mpi = None if launch.rank is not None else _MPI_NAMES.get(launch.mpi or "")
+    possible = [peer for peer in peers if peer in ("gloo", mpi)]
+    starter = launch.mpi if mpi else "torchrun"
+    absent = [f"{peer}: n/a, the ranks were started by {starter}" for peer in peers if peer not in possible]
+    return possible, absent
+
+
+def start_teams(peers: Sequence[str], world_size: int, mpis: Mapping[str, MPIInstallation]) -> list[SpawnedTeam]:
+    """Starts all teams at the same time; they find each other while the first command waits."""
+    timeout_s = Settings.from_env().timeout_s
+    teams: list[SpawnedTeam] = []
+    try:
+        for plan in plan_teams(peers):
+            mpi = mpis[plan.launcher] if plan.launcher else None
+            teams.append(SpawnedTeam(plan.name, plan.implementations, world_size, mpi, timeout_s))
+    except BaseException:
+        for team in teams:
+            team.kill()
+        raise
+    return teams
+
+
+def run(
+    teams: Sequence[Team],
+    cases: Sequence[Case],
+    report: Report,
+    progress: Progress,
+    measured: Callable[[list[Measurement]], None],
+) -> None:
+    """Measures all cases into ``report``, telling ``measured`` after each; ends the teams in any case.
+
+    Raises TeamError if a rank fails or is late.
+    """
+    try:
+        for team in teams:
+            team.ask({"do": "describe"})
+        for case in cases:
+            report.measurements.append(measure(teams, case, report.rounds, progress))
+            measured(report.measurements[-1])
+        for team in teams:
+            team.close()
+    except BaseException:
+        for team in teams:
+            team.kill()
+        raise
+
+
+def new_report(world_size: int, rounds: int, mpis: Mapping[str, MPIInstallation], notes: list[str]) -> Report:
+    """A report that holds no measurement yet."""
+    found = versions() | {"python": sys.version.split()[0]} | {name: mpi.version for name, mpi in mpis.items()}
+    machine = hardware() | {"ranks": world_size}
+    return Report(command=["symmcomm", *sys.argv[1:]], machine=machine, versions=found, rounds=rounds, notes=notes)

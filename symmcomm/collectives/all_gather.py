@@ -1,0 +1,84 @@
+"""Calls in which all takers get the same: all-gather, broadcast, gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from symmcomm.collectives.arguments import check_list, check_pair, check_rank, check_tensor
+from symmcomm.collectives.call import Kind, encode
+
+if TYPE_CHECKING:
+    from symmcomm.communicator import Communicator
+
+
+def all_gather_into_tensor(self: Communicator, output: torch.Tensor, input: torch.Tensor) -> None:
+    """Gathers all ranks' inputs, in rank order, on every rank.
+
+    Args:
+        output: contiguous, world_size · N elements.
+        input: contiguous, N elements of any dtype; if symmetric, peers read it in place. It may be part ``rank`` of
+            ``output``.
+    """
+    check_pair(output, input, self.world_size, 1)
+    _gather(self, Kind.all_gather_into_tensor, input, output)
+
+
+def _gather(self: Communicator, kind: Kind, input: torch.Tensor, output: torch.Tensor) -> None:
+    address, source = self.locate(input)
+    status = self.kernels.all_gather(
+        self.ctx, encode(kind, input.dtype), address, input.nbytes, source, -1, -1, output.data_ptr(), input.nbytes
+    )
+    if status:
+        self.fail(status)
+
+
+def broadcast(self: Communicator, tensor: torch.Tensor, src: int) -> None:
+    """Copies rank ``src``'s tensor into every other rank's.
+
+    Args:
+        tensor: contiguous, any dtype, the same element count on all ranks; if symmetric on ``src``, it is read in
+        place.
+    """
+    check_tensor(tensor, "tensor")
+    check_rank(self, src, "src")
+    address, source = self.locate(tensor)
+    call = encode(Kind.broadcast, tensor.dtype, root=src)
+    status = self.kernels.all_gather(self.ctx, call, address, tensor.nbytes, source, src, -1, address, 0)
+    if status:
+        self.fail(status)
+
+
+def gather(
+    self: Communicator, tensor: torch.Tensor, gather_list: Sequence[torch.Tensor] | None = None, dst: int = 0
+) -> None:
+    """Collects all ranks' tensors on rank ``dst``.
+
+    Args:
+        tensor: contiguous, any dtype, the same element count on all ranks.
+        gather_list: on ``dst`` world_size tensors like ``tensor``, elsewhere None.
+    """
+    check_tensor(tensor, "tensor")
+    check_rank(self, dst, "dst")
+    parts = check_list(self, gather_list, tensor, "gather_list", dst)
+    self.targets[: len(parts)] = [part.data_ptr() for part in parts]
+    address, source = self.locate(tensor)
+    call = encode(Kind.gather, tensor.dtype, root=dst)
+    status = self.kernels.all_gather(self.ctx, call, address, tensor.nbytes, source, -1, dst, 0, 0)
+    if status:
+        self.fail(status)
+
+
+def all_gather_bytes(self: Communicator, payload: bytes) -> list[bytes]:
+    """Every rank's bytes, by rank; lengths may differ. The control plane of symmcomm itself."""
+    lengths = torch.empty(self.world_size, dtype=torch.int64)
+    _gather(self, Kind.all_gather_bytes, torch.tensor([len(payload)]), lengths)
+    longest = int(lengths.max())
+    padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
+    padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+    gathered = torch.empty(self.world_size * padded.numel(), dtype=torch.uint8)
+    _gather(self, Kind.all_gather_bytes, padded, gathered)
+    rows = gathered.view(self.world_size, -1)
+    return [rows[peer, : int(lengths[peer])].numpy().tobytes() for peer in range(self.world_size)]

@@ -1,0 +1,120 @@
+"""Calls in which every taker gets its own: all-to-all and scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from symmcomm.collectives.arguments import check_list, check_pair, check_rank, check_tensor
+from symmcomm.collectives.call import Kind, encode
+from symmcomm.errors import ArgumentError, DTypeError
+from symmcomm.kernels.cpu.all_to_all import UNEVEN
+
+if TYPE_CHECKING:
+    from symmcomm.communicator import Communicator
+
+_STAGED = -1
+
+
+def all_to_all_single(
+    self: Communicator,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> None:
+    """Sends part p of ``input`` to rank p, and leaves what rank p sends in part p of ``output``.
+
+    Args:
+        output, input: contiguous, any one dtype; without splits of the same element count, a multiple of world_size.
+            ``output`` may be ``input`` if there are no splits; if ``input`` is symmetric, peers read it in place.
+        output_split_sizes, input_split_sizes: rows (of dimension 0) from and to each rank; sums are the tensors' rows.
+    """
+    if not output_split_sizes and not input_split_sizes:
+        _even(self, output, input)
+        return
+    check_tensor(output, "output")
+    check_tensor(input, "input")
+    if output.dtype is not input.dtype:
+        raise DTypeError(f"output and input must have one dtype, got {output.dtype} and {input.dtype}")
+    _uneven(self, output, input, output_split_sizes, input_split_sizes)
+
+
+def _even(self: Communicator, output: torch.Tensor, input: torch.Tensor) -> None:
+    check_pair(output, input, 1, 1)
+    if input.numel() % self.world_size:
+        raise ArgumentError(
+            f"input has {input.numel()} elements, which world_size={self.world_size} does not divide: give split sizes"
+        )
+    address, source = self.locate(input)
+    if output.data_ptr() == address:
+        source = _STAGED  # peers cannot read in place what this rank overwrites
+    call = encode(Kind.all_to_all_single, input.dtype)
+    part = input.nbytes // self.world_size
+    status = self.kernels.all_to_all(self.ctx, call, address, part, source, -1, output.data_ptr())
+    if status:
+        self.fail(status)
+
+
+def _row_bytes(
+    self: Communicator, tensor: torch.Tensor, splits: Sequence[int] | None, name: str
+) -> tuple[list[int], list[int]]:
+    """(bytes, offset) of each rank's rows, as two lists."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % self.world_size:
+            raise ArgumentError(f"{name} has {rows} rows, which world_size={self.world_size} does not divide")
+        splits = [rows // self.world_size] * self.world_size
+    if len(splits) != self.world_size:
+        raise ArgumentError(f"{name}_split_sizes has {len(splits)} entries, world_size is {self.world_size}")
+    if any(split < 0 for split in splits):
+        raise ArgumentError(f"{name}_split_sizes={list(splits)} has a negative entry")
+    if sum(splits) != rows:
+        raise ArgumentError(f"{name}_split_sizes={list(splits)} add up to {sum(splits)}, {name} has {rows} rows")
+    sizes = [split * (tensor.nbytes // max(rows, 1)) for split in splits]
+    return sizes, [0, *accumulate(sizes)][:-1]
+
+
+def _uneven(
+    self: Communicator,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+) -> None:
+    sizes_out, offsets_out = _row_bytes(self, output, output_split_sizes, "output")
+    sizes_in, offsets_in = _row_bytes(self, input, input_split_sizes, "input")
+    target, (address, source) = output.data_ptr(), self.locate(input)
+    if input.nbytes and output.nbytes and address < target + output.nbytes and target < address + input.nbytes:
+        raise ArgumentError("output and input overlap, which uneven splits do not allow")
+    self.outgoing[0::2], self.outgoing[1::2] = sizes_in, offsets_in
+    self.expected[:] = sizes_out
+    self.targets[:] = [target + offset for offset in offsets_out]
+    call = encode(Kind.all_to_all_single, input.dtype)
+    status = self.kernels.all_to_all(self.ctx, call, address, UNEVEN, source, -1, 0)
+    if status:
+        self.fail(status)
+
+
+def scatter(
+    self: Communicator, tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None = None, src: int = 0
+) -> None:
+    """Sends tensor p of rank ``src``'s list to rank p.
+
+    Args:
+        tensor: contiguous, any dtype, the same element count on all ranks; receives this rank's part.
+        scatter_list: on ``src`` world_size tensors like ``tensor``, elsewhere None.
+    """
+    check_tensor(tensor, "tensor")
+    check_rank(self, src, "src")
+    parts = check_list(self, scatter_list, tensor, "scatter_list", src)
+    self.outgoing[0::2] = tensor.nbytes if parts else 0
+    self.outgoing[1::2] = [part.data_ptr() for part in parts] or 0  # offsets from address 0
+    self.targets[:] = tensor.data_ptr()
+    call = encode(Kind.scatter, tensor.dtype, root=src)
+    status = self.kernels.all_to_all(self.ctx, call, 0, tensor.nbytes, _STAGED, src, 0)
+    if status:
+        self.fail(status)

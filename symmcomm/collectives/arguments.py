@@ -1,0 +1,69 @@
+"""Checks of arguments, made on the calling rank before anything is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from symmcomm.errors import ArgumentError, DTypeError
+
+if TYPE_CHECKING:
+    from symmcomm.communicator import Communicator
+
+
+def check_tensor(tensor: object, name: str) -> None:
+    """Raises ArgumentError unless ``tensor`` is a dense, contiguous CPU tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(f"{name} must be dense (torch.strided), its layout is {tensor.layout}")
+    if tensor.device.type != "cpu":
+        raise ArgumentError(f"{name} must be on device cpu, it is on {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ArgumentError(
+            f"{name} must be contiguous: shape {tuple(tensor.shape)} has strides {tensor.stride()}; "
+            f"pass {name}.contiguous()"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ArgumentError(f"{name} is a lazy conjugate or negative view; pass {name}.resolve_conj().resolve_neg()")
+
+
+def check_pair(output: torch.Tensor, input: torch.Tensor, outputs_per_input: int, inputs_per_output: int) -> None:
+    """Raises unless both tensors are fit, of one dtype, and their element counts stand in the given proportion."""
+    check_tensor(output, "output")
+    check_tensor(input, "input")
+    if output.dtype is not input.dtype:
+        raise DTypeError(f"output and input must have one dtype, got {output.dtype} and {input.dtype}")
+    if output.numel() * inputs_per_output != input.numel() * outputs_per_input:
+        raise ArgumentError(
+            f"output has {output.numel()} elements (shape {tuple(output.shape)}), input {input.numel()} "
+            f"(shape {tuple(input.shape)}): expected {outputs_per_input} of output to {inputs_per_output} of input"
+        )
+
+
+def check_rank(comm: Communicator, rank: object, name: str) -> None:
+    """Raises ArgumentError unless ``rank`` names a rank of the communicator."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.world_size:
+        raise ArgumentError(f"{name}={rank!r} is no rank of this communicator (0..{comm.world_size - 1})")
+
+
+def check_list(
+    comm: Communicator, tensors: Sequence[torch.Tensor] | None, tensor: torch.Tensor, name: str, root: int
+) -> list[torch.Tensor]:
+    """The root's list of one tensor a rank, each like ``tensor``; elsewhere it must be absent or empty."""
+    if comm.rank != root:
+        if tensors:
+            raise ArgumentError(f"{name} must be None on rank {comm.rank}, which is not the root {root}")
+        return []
+    if tensors is None or len(tensors) != comm.world_size:
+        given = "None" if tensors is None else f"{len(tensors)} tensors"
+        raise ArgumentError(f"{name} must have {comm.world_size} tensors on the root {root}, got {given}")
+    for idx, part in enumerate(tensors):
+        check_tensor(part, f"{name}[{idx}]")
+        if part.dtype is not tensor.dtype:
+            raise DTypeError(f"{name}[{idx}] and tensor must have one dtype, got {part.dtype} and {tensor.dtype}")
+        if part.numel() != tensor.numel():
+            raise ArgumentError(f"{name}[{idx}] has {part.numel()} elements, tensor has {tensor.numel()}")
+    return list(tensors)

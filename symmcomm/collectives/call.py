@@ -1,0 +1,76 @@
+"""What a call is, in one word that ranks compare: which collective, dtype, operation and root."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from symmcomm.errors import ArgumentError, DTypeError
+from symmcomm.schedule.dtypes import DType, Op, supports
+
+
+class Kind(IntEnum):
+    """Collectives. The names are those of the methods."""
+
+    barrier = 0
+    all_reduce = 1
+    reduce = 2
+    reduce_scatter_tensor = 3
+    all_gather_into_tensor = 4
+    broadcast = 5
+    gather = 6
+    all_to_all_single = 7
+    scatter = 8
+    send = 9
+    all_gather_bytes = 10
+
+
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_NO_OP = 0xFF
+
+
+def _code(dtype: torch.dtype) -> int:
+    """The same number on every rank of one torch version."""
+    return _DTYPES.index(dtype)
+
+
+@cache
+def encode(kind: Kind, dtype: torch.dtype, op: Op | None = None, root: int = -1) -> int:
+    """The word of a call; ``root`` is -1 where there is none."""
+    return kind | _code(dtype) << 8 | (_NO_OP if op is None else op) << 24 | (root + 1) << 32
+
+
+def decode(word: int) -> dict[str, object]:
+    """Arguments of a call, by name, as its user wrote them."""
+    kind, op, root = Kind(word & 0xFF), word >> 24 & 0xFF, (word >> 32) - 1
+    call: dict[str, object] = {"call": kind.name, "dtype": _DTYPES[word >> 8 & 0xFFFF]}
+    if op != _NO_OP:
+        call["op"] = Op(op).name
+    if root >= 0:
+        call["src" if kind in (Kind.broadcast, Kind.scatter) else "dst"] = root
+    return call
+
+
+_REDUCE_OPS = {
+    dist.ReduceOp.SUM: Op.sum, dist.ReduceOp.AVG: Op.avg, dist.ReduceOp.MAX: Op.max, dist.ReduceOp.MIN: Op.min,
+    dist.ReduceOp.PRODUCT: Op.prod, dist.ReduceOp.BAND: Op.band, dist.ReduceOp.BOR: Op.bor, dist.ReduceOp.BXOR: Op.bxor,
+}  # fmt: skip
+
+
+def parse_reduction(dtype: torch.dtype, op: object) -> tuple[DType, Op]:
+    """The library's own names. Raises DTypeError, or ArgumentError for an op that is none."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DType.__members__:
+        raise DTypeError(f"dtype {dtype} cannot be reduced; supported are {', '.join(DType.__members__)}")
+    if isinstance(op, str) and op in Op.__members__:
+        parsed = Op[op]
+    elif not isinstance(op, str) and op in _REDUCE_OPS:
+        parsed = _REDUCE_OPS[op]
+    else:
+        raise ArgumentError(f"op={op!r} is no reduction; known are {', '.join(Op.__members__)}")
+    if not supports(DType[name], parsed):
+        raise DTypeError(f"op={parsed.name} is not defined for dtype {dtype}")
+    return DType[name], parsed

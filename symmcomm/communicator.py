@@ -1,0 +1,330 @@
+"""The communicator: a group of ranks with a symmetric heap, and the collectives as its methods."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import NoReturn, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from symmcomm.bootstrap import connect
+from symmcomm.bootstrap.host import check_same_host
+from symmcomm.collectives.all_gather import all_gather_bytes, all_gather_into_tensor, broadcast, gather
+from symmcomm.collectives.all_reduce import all_reduce, reduce
+from symmcomm.collectives.all_to_all import all_to_all_single, scatter
+from symmcomm.collectives.arguments import check_tensor
+from symmcomm.collectives.barrier import barrier
+from symmcomm.collectives.mismatch import explain
+from symmcomm.collectives.point_to_point import recv, send
+from symmcomm.collectives.reduce_scatter import reduce_scatter_tensor
+from symmcomm.env import Settings
+from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, MismatchError
+from symmcomm.kernels import cpu
+from symmcomm.kernels.compile import compile_once
+from symmcomm.kernels.cpu import context as c
+from symmcomm.memory.exchange import DescriptorExchange
+from symmcomm.memory.handle import SymmetricHandle
+from symmcomm.memory.heap import SymmetricHeap
+from symmcomm.memory.signals import ControlLayout
+from symmcomm.memory.status import Fate, Report, StatusPage
+from symmcomm.schedule.select import choose
+from symmcomm.watch import Watch
+
+_VERSION = 1  # of the layout and the protocols in shared memory; ranks must agree
+
+
+class Communicator:
+    """A group of ranks. Made by ``symmcomm.init`` or ``split``, both collective; calls must come in one order on all
+    ranks.
+
+    Attributes:
+        rank, world_size: of this process.
+        settings: the SYMMCOMM_* variables in force.
+        num_cores: cores that the ranks share; with fewer than ranks, waiting ranks yield early.
+        bootstrap_name: how the ranks found each other.
+    """
+
+    barrier = barrier
+    all_reduce = all_reduce
+    reduce = reduce
+    reduce_scatter_tensor = reduce_scatter_tensor
+    all_gather_into_tensor = all_gather_into_tensor
+    all_gather_bytes = all_gather_bytes
+    broadcast = broadcast
+    gather = gather
+    all_to_all_single = all_to_all_single
+    scatter = scatter
+    send = send
+    recv = recv
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        all_gather: Callable[[bytes], list[bytes]],
+        settings: Settings,
+        num_cores: int,
+        bootstrap_name: str,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.settings, self.num_cores, self.bootstrap_name = settings, num_cores, bootstrap_name
+        self.kernels = cpu.load()
+        self.all_reduce_entry = self.kernels.all_reduce
+        self.prepared: dict[tuple[object, ...], tuple[int, int, int]] = {}
+        self.layout = ControlLayout.create(world_size, settings.staging_bytes)
+        self.tuning = choose(world_size, num_cores, self.layout.slot_bytes, settings.spin)
+        exchange = DescriptorExchange(rank, world_size, all_gather, settings.timeout_s)
+        self.heap = SymmetricHeap(rank, world_size, self.layout.end, settings.heap_max_bytes, exchange)
+        self.heap_address, self.heap_bytes = self.heap.own_address, self.heap.stride
+        self._failure: BaseException | None = None
+        self._pages = [
+            StatusPage(self.heap.base + peer * self.heap.stride + self.layout.status) for peer in range(world_size)
+        ]
+        self._fill_context()
+        self.watch = Watch(rank, exchange.pids, self._pages, self._context, settings.timeout_s)
+        self._context[c.POLL] = self.watch.address
+        _open.add(self)
+
+    def _fill_context(self) -> None:
+        """Lays out the fields and scratch tables that kernels read (``kernels.cpu.context``)."""
+        layout, world_size = self.layout, self.world_size
+        tables = (c.ADDRESSES, c.SOURCES, c.TARGETS, c.CHUNKS_SENT, c.CHUNKS_TAKEN, c.EXPECTED, c.INCOMING, c.OUTGOING)
+        sizes = [2 * world_size if table in (c.INCOMING, c.OUTGOING) else world_size for table in tables]
+        context = np.zeros(c.NUM_FIELDS + c.TILE_ELEMENTS + sum(sizes), dtype=np.int64)
+        self._context, self.ctx = context, context.ctypes.data
+        views, start = {}, c.NUM_FIELDS + c.TILE_ELEMENTS
+        for table, size in zip(tables, sizes, strict=True):
+            views[table] = context[start : start + size]
+            context[table] = views[table].ctypes.data
+            start += size
+        self.targets, self.expected, self.outgoing = views[c.TARGETS], views[c.EXPECTED], views[c.OUTGOING]
+        fields = {
+            c.BASE: self.heap.base, c.STRIDE: self.heap.stride, c.RANK: self.rank, c.WORLD_SIZE: world_size,
+            c.LINES: layout.lines, c.RING: layout.ring, c.SENT: layout.sent, c.TAKEN: layout.taken,
+            c.SPLITS: layout.splits, c.SIGNAL_PAD: layout.signal_pad, c.MESSAGES: layout.messages,
+            c.MESSAGE_BYTES: layout.message_bytes, c.STAGING: layout.staging, c.SLOT_BYTES: layout.slot_bytes,
+            c.CHUNK_BYTES: self.tuning.chunk_bytes, c.ONE_SHOT_BYTES: self.tuning.one_shot_bytes,
+            c.SPINS: self.tuning.spins, c.YIELDS: self.tuning.yields,
+            c.TILE: context[c.NUM_FIELDS :].ctypes.data,
+        }  # fmt: skip
+        context[list(fields)] = list(fields.values())
+
+    # Symmetric memory.
+
+    def empty(self, *size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Collective. A symmetric tensor: at the same offset of every rank's heap, uninitialised.
+
+        Peers reach it in place, so collectives on it copy nothing. It lives until ``free`` or, as memory of this
+        process, as long as the tensor; dropping the tensor alone does not return it to the heap.
+
+        Raises:
+            MismatchError: ranks ask for different sizes or dtypes. OutOfSymmetricMemoryError: no room.
+        """
+        entries = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+        shape = tuple(n for n in entries if isinstance(n, int) and n >= 0)
+        if len(shape) != len(entries):
+            raise ArgumentError(f"size={tuple(entries)} has an entry that is no non-negative whole number")
+        self.check_open()
+        count = math.prod(shape)
+        num_bytes = max(count * dtype.itemsize, 1)
+        offset = self.heap.allocate(
+            num_bytes, f"empty({', '.join(map(str, shape))}, dtype={dtype})", self.all_gather_bytes
+        )
+        raw = torch.frombuffer(self.heap.buffer(self.rank, offset, num_bytes), dtype=torch.uint8)
+        return raw[: count * dtype.itemsize].view(dtype).view(shape)
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Collective. Returns a symmetric tensor's memory to the heap; the tensor must not be used any more."""
+        self.check_open()
+        offset = self.heap.offset_of(tensor.untyped_storage().data_ptr(), 0)
+        if offset < 0:
+            raise ArgumentError("tensor is not symmetric: it does not come from empty() of this communicator")
+        self.heap.free(offset, f"free(offset {offset})", self.all_gather_bytes)
+
+    def is_symmetric(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's data lie in this communicator's heap."""
+        return self.locate(tensor)[1] >= 0
+
+    def rendezvous(self, tensor: torch.Tensor) -> SymmetricHandle:
+        """Collective. The handle through which this rank reaches all ranks' copies of a symmetric tensor."""
+        check_tensor(tensor, "tensor")
+        _, offset = self.locate(tensor)
+        if offset < 0:
+            raise ArgumentError("tensor is not symmetric: it does not come from empty() of this communicator")
+        offers = [int(answer) for answer in self.all_gather_bytes(str(offset).encode())]
+        for peer, other in enumerate(offers):
+            if other != offset:
+                raise MismatchError(
+                    f"rendezvous: the tensor is at heap offset {offset} on rank {self.rank}, at {other} on rank {peer}"
+                )
+        return SymmetricHandle(self, offset, tensor.nbytes)
+
+    def locate(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """(address, heap offset or -1) of a tensor's data."""
+        address = tensor.data_ptr()
+        offset = address - self.heap_address
+        return address, offset if 0 <= offset < self.heap_bytes else -1
+
+    # Life.
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Collective. Communicators of the ranks that give the same ``color``, ordered by (``key``, rank), as
+        MPI_Comm_split; None for ranks whose color is None. Each has memory and channels of its own."""
+        if color is not None and not isinstance(color, int):
+            raise ArgumentError(f"color={color!r} is no whole number and not None")
+        answers = [json.loads(answer) for answer in self.all_gather_bytes(json.dumps([color, key]).encode())]
+        members = [peer for peer, answer in enumerate(answers) if answer[0] == color]
+        members.sort(key=lambda peer: (answers[peer][1], peer))
+        if color is None:
+            self.all_gather_bytes(b"")  # the members' one use of all_gather below
+            return None
+
+        def all_gather(payload: bytes) -> list[bytes]:
+            everybody = self.all_gather_bytes(payload)
+            return [everybody[peer] for peer in members]
+
+        name = f"split of {self.world_size} ranks"
+        return Communicator(members.index(self.rank), len(members), all_gather, self.settings, self.num_cores, name)
+
+    def close(self) -> None:
+        """Collective. Waits for all ranks and gives everything back; tensors on the heap stay readable. Repeating it is
+        harmless, and after a failure it does not wait."""
+        state = int(self._context[c.STATE])
+        if state in (c.CLOSED, c.FORKED):
+            return
+        try:
+            if state == c.OPEN:
+                self.barrier()
+        finally:
+            self._context[c.STATE] = c.CLOSED
+            self.heap_bytes = 0
+            if self._failure is None:
+                self._pages[self.rank].stop(Report(Fate.CLOSED, -1, 0, ""))
+            self.watch.close()
+            self.heap.close()
+            _open.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None and self._failure is None and self._context[c.STATE] == c.OPEN:
+            self._abandon(error)
+        self.close()
+
+    def _abandon(self, error: BaseException) -> None:
+        """Tells the peers that this rank left a ``with`` block by an exception, so that they need not wait for it."""
+        self._failure = error
+        self._context[c.STATE] = c.FAILED
+        self._pages[self.rank].stop(Report(Fate.RAISED, self.rank, 0, f"{type(error).__name__}: {error}"))
+
+    @contextlib.contextmanager
+    def deadline(self, timeout_s: float | None) -> Iterator[None]:
+        """Another deadline for the waits in a block; None keeps the one in force."""
+        if timeout_s is None:
+            yield
+            return
+        if not timeout_s > 0:
+            raise ArgumentError(f"timeout_s={timeout_s} is not positive")
+        before, self.watch.timeout_s = self.watch.timeout_s, timeout_s
+        try:
+            yield
+        finally:
+            self.watch.timeout_s = before
+
+    # Failure.
+
+    def field(self, number: int) -> int:
+        """A field of the kernels' context (``kernels.cpu.context``)."""
+        return int(self._context[number])
+
+    def check_open(self) -> None:
+        """Raises unless calls can be made."""
+        if self._context[c.STATE] != c.OPEN:
+            self.fail(c.REFUSED)
+
+    def fail(self, status: int) -> NoReturn:
+        """Raises what a kernel's status stands for."""
+        if status == c.STOPPED:
+            self._failure = self.watch.stop()
+            raise self._failure
+        if status == c.MISMATCH:
+            raise explain(self)
+        state = int(self._context[c.STATE])
+        if state == c.FORKED:
+            raise ClosedError("this communicator belongs to the parent process: a forked child must call init() anew")
+        if state == c.CLOSED:
+            raise ClosedError("the communicator is closed")
+        if state == c.FAILED and self._failure is not None:
+            raise self._failure
+        raise ConcurrentCallError(
+            "another thread is in a call on this communicator: give each thread its own by split()"
+        )
+
+
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for comm in list(_open):
+        comm._context[c.STATE] = c.FORKED
+        comm.heap_bytes = 0
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def init(group: dist.ProcessGroup | None = None, *, settings: Settings | None = None) -> Communicator:
+    """Collective. A communicator of all ranks.
+
+    The ranks are those of ``group``, else of torch.distributed's default group if there is one, else those that
+    torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or mpirun started, else this process alone.
+
+    Args:
+        settings: in place of the SYMMCOMM_* variables.
+
+    Raises:
+        BootstrapError: the ranks did not find each other. HostMismatchError: they are on different hosts.
+        MismatchError: they run with different settings.
+    """
+    settings = settings or Settings.from_env()
+    timeout_s = settings.timeout_s
+    bootstrap = connect(group, timeout_s)
+    try:
+        rank, world_size = bootstrap.rank, bootstrap.world_size
+
+        def all_gather(payload: bytes) -> list[bytes]:
+            return bootstrap.all_gather(payload, timeout_s)
+
+        check_same_host(bootstrap, timeout_s)
+        num_cores = _agree(rank, settings, all_gather)
+        if rank == 0:
+            compile_once(cpu.load)  # fills Numba's cache for the others
+        all_gather(b"kernels are compiled")
+        return Communicator(rank, world_size, all_gather, settings, num_cores, bootstrap.name)
+    finally:
+        bootstrap.close()
+
+
+def _agree(rank: int, settings: Settings, all_gather: Callable[[bytes], list[bytes]]) -> int:
+    """Compares what ranks must have alike; returns how many cores the ranks share. Pins this rank if asked to."""
+    cores = sorted(os.sched_getaffinity(0))
+    mine = {"version": _VERSION, "SYMMCOMM_HEAP_MAX_BYTES": settings.heap_max_bytes, "torch": torch.__version__,
+            "SYMMCOMM_STAGING_BYTES": settings.staging_bytes, "SYMMCOMM_SPIN": settings.spin}  # fmt: skip
+    answers = [json.loads(answer) for answer in all_gather(json.dumps([mine, cores]).encode())]
+    for peer, (theirs, _) in enumerate(answers):
+        for name, value in mine.items():
+            if theirs.get(name) != value:
+                raise MismatchError(f"{name} is {value} on rank {rank}, {theirs.get(name)} on rank {peer}")
+    shared = sorted({core for _, theirs in answers for core in theirs})
+    if settings.pin and len(cores) > 1:
+        os.sched_setaffinity(0, {shared[rank % len(shared)]})
+    return len(shared)

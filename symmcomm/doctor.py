@@ -1,0 +1,273 @@
+"""``symmcomm doctor``: what was found, which paths are possible, and why the others are refused.
+
+Each ``probe_*`` tries one thing and never raises: an error is the reason of a refusal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import mmap
+import os
+import platform
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from numba import config as numba_config
+from rich.table import Table
+
+import symmcomm
+from symmcomm.bench.machine import hardware
+from symmcomm.bench.mpi_installations import find_mpis
+from symmcomm.bench.plot import bytes_text
+from symmcomm.bench.report import versions
+from symmcomm.bench.team import SpawnedTeam
+from symmcomm.env import Settings
+from symmcomm.errors import SymmCommError
+
+
+class Status(StrEnum):
+    """What a probe found."""
+
+    possible = "possible"
+    refused = "refused"
+    absent = "absent"
+
+
+class Probe(NamedTuple):
+    """A status and its reason."""
+
+    status: Status
+    reason: str
+
+
+def _never_raises(probe: Callable[..., Probe]) -> Callable[..., Probe]:
+    @functools.wraps(probe)
+    def guarded(*args: Any) -> Probe:
+        try:
+            return probe(*args)
+        except Exception as error:  # noqa: BLE001  whatever it is, it is the reason
+            return Probe(Status.refused, f"{type(error).__name__}: {error}")
+
+    return guarded
+
+
+@_never_raises
+def probe_memfd() -> Probe:
+    """Anonymous shared memory that leaves nothing behind: the heap."""
+    fd = os.memfd_create("symmcomm-doctor")
+    try:
+        os.ftruncate(fd, mmap.PAGESIZE)
+        with mmap.mmap(fd, mmap.PAGESIZE) as one, mmap.mmap(fd, mmap.PAGESIZE) as other:
+            one[:4] = b"symm"
+            seen = other[:4]
+    finally:
+        os.close(fd)
+    if seen != b"symm":
+        return Probe(Status.refused, "two mappings of one memfd differ")
+    return Probe(Status.possible, "written through one mapping, read through another")
+
+
+@_never_raises
+def probe_descriptor_passing() -> Probe:
+    """A descriptor, with credentials, over a Unix socket: how ranks come to map each other's memory."""
+    server, client = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    fd = os.memfd_create("symmcomm-doctor")
+    try:
+        os.write(fd, b"symm")
+        socket.send_fds(server, [b"x"], [fd])
+        _, received, _, _ = socket.recv_fds(client, 1, 1)
+        seen = os.pread(received[0], 4, 0)
+        os.close(received[0])
+        pid = int.from_bytes(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
+    finally:
+        os.close(fd)
+        server.close()
+        client.close()
+    if seen != b"symm" or pid != os.getpid():
+        return Probe(Status.refused, f"descriptor read {seen!r}, peer's pid {pid}, expected b'symm', {os.getpid()}")
+    return Probe(Status.possible, "SCM_RIGHTS and SO_PEERCRED over a socket pair")
+
+
+@_never_raises
+def probe_abstract_socket() -> Probe:
+    """Unix sockets whose name is no file: ranks meet there."""
+    name = f"\0symmcomm-doctor-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        server.bind(name)
+        server.listen(1)
+        client.connect(name)
+    return Probe(Status.possible, "bound, listened and connected")
+
+
+@_never_raises
+def probe_pidfd() -> Probe:
+    """Descriptors of processes: how the death of a peer is noticed at once."""
+    os.close(os.pidfd_open(os.getpid()))
+    return Probe(Status.possible, "pidfd_open of this process")
+
+
+@_never_raises
+def probe_futex() -> Probe:
+    """Sleeping in the kernel on a shared word, when ranks outnumber cores."""
+    number = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+    if number is None:
+        return Probe(Status.refused, f"no system call number known for {platform.machine()}")
+    libc, word = ctypes.CDLL(None, use_errno=True), ctypes.c_uint32(0)
+    if libc.syscall(number, ctypes.byref(word), 1, 1, None, None, 0) < 0:  # FUTEX_WAKE of one
+        return Probe(Status.refused, os.strerror(ctypes.get_errno()))
+    return Probe(Status.possible, f"system call {number}")
+
+
+@_never_raises
+def probe_numba_cache() -> Probe:
+    """Where compiled kernels are kept; without it every start compiles for seconds."""
+    kernels = Path(symmcomm.__file__).parent / "kernels" / "cpu" / "__pycache__"
+    folder = Path(chosen) if (chosen := getattr(numba_config, "CACHE_DIR", "")) else kernels
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        return Probe(Status.possible, f"{folder} is writable")
+
+
+@_never_raises
+def probe_gpus() -> Probe:
+    """NVIDIA GPUs, through nvidia-ml-py."""
+    if importlib.util.find_spec("pynvml") is None:
+        return Probe(Status.absent, "nvidia-ml-py is not installed")
+    nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        names = [nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
+    finally:
+        nvml.nvmlShutdown()
+    return Probe(Status.possible, ", ".join(names)) if names else Probe(Status.absent, "the driver reports no GPU")
+
+
+@_never_raises
+def probe_cute_dsl() -> Probe:
+    """The compiler of the GPU kernels."""
+    if importlib.util.find_spec("cutlass") is None:
+        return Probe(Status.absent, "nvidia-cutlass-dsl is not installed (extra: cuda)")
+    return Probe(Status.possible, "nvidia-cutlass-dsl is installed")
+
+
+_MULTICAST_VARIABLES = {
+    "SYMMCOMM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+"""Variables that forbid NVLink multicast, each with the value that does."""
+
+
+@_never_raises
+def probe_multicast(environ: Mapping[str, str] | None = None) -> Probe:
+    """NVLink multicast, which any of four variables forbids."""
+    environ = os.environ if environ is None else environ
+    for name, forbidding in _MULTICAST_VARIABLES.items():
+        if environ.get(name) == forbidding:
+            return Probe(Status.refused, f"forbidden by {name}={forbidding}")
+    gpus = probe_gpus()
+    if gpus.status is not Status.possible:
+        return Probe(Status.absent, f"no GPU: {gpus.reason}")
+    return Probe(Status.possible, "no variable forbids it; the driver decides when memory is bound")
+
+
+PROBES: dict[str, Callable[..., Probe]] = {
+    "memfd": probe_memfd, "descriptor passing": probe_descriptor_passing, "abstract sockets": probe_abstract_socket,
+    "pidfd": probe_pidfd, "futex": probe_futex, "Numba cache": probe_numba_cache, "GPUs": probe_gpus,
+    "CuTe DSL": probe_cute_dsl, "multicast": probe_multicast,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Everything the doctor knows.
+
+    Attributes:
+        variables: (name, value in force, what it does).
+        ranks: how ranks that were started found each other, if any were.
+    """
+
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    variables: list[tuple[str, Any, str]]
+    paths: dict[str, Probe]
+    ranks: Probe | None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the ranks agreed, if any were started."""
+        return self.ranks is None or self.ranks.status is Status.possible
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary of strings and numbers."""
+        return {
+            "versions": self.versions, "hardware": self.hardware,
+            "variables": [{"name": name, "value": value, "doc": doc} for name, value, doc in self.variables],
+            "paths": {name: probe._asdict() for name, probe in self.paths.items()},
+            "ranks": self.ranks._asdict() if self.ranks else None,
+        }
+
+
+def examine(nproc: int | None = None) -> Diagnosis:
+    """Probes everything; with ``nproc``, also starts so many ranks. Raises ArgumentError for a bad SYMMCOMM_* variable."""
+    found = {"python": platform.python_version()} | versions()
+    for mpi in find_mpis().values():
+        found[mpi.name] = f"{mpi.version} ({mpi.launcher})"
+    return Diagnosis(
+        versions=found, hardware=hardware(), variables=Settings.from_env().variables(),
+        paths={name: probe() for name, probe in PROBES.items()}, ranks=probe_ranks(nproc) if nproc else None,
+    )
+
+
+@_never_raises
+def probe_ranks(nproc: int) -> Probe:
+    """Starts ranks that find each other and reduce once."""
+    team = SpawnedTeam("own", ["symm"], nproc, None, Settings.from_env().timeout_s)
+    try:
+        answers = team.ask({"do": "describe"})
+        team.close()
+    except SymmCommError as error:
+        return Probe(Status.refused, str(error))
+    finally:
+        team.kill()
+    names = sorted({answer["bootstrap"] for answer in answers})
+    wrong = [rank for rank, answer in enumerate(answers) if not answer["right"]]
+    if len(names) > 1 or wrong:
+        return Probe(Status.refused, f"ranks found each other by {names}; wrong sums on ranks {wrong}")
+    return Probe(Status.possible, f"{nproc} ranks agree: bootstrap {names[0]}, one all-reduce right on all of them")
+
+
+def tables(diagnosis: Diagnosis) -> list[Table]:
+    """The diagnosis for a terminal."""
+    known = [_pairs("versions", diagnosis.versions), _pairs("hardware", _readable(diagnosis.hardware))]
+    variables = Table("variable", "value", "what it does", title="variables in force", title_justify="left", box=None)
+    for name, value, doc in diagnosis.variables:
+        variables.add_row(name, str(value), doc)
+    paths = Table("path", "", "why", title="paths", title_justify="left", box=None)
+    probes = diagnosis.paths | ({"ranks": diagnosis.ranks} if diagnosis.ranks else {})
+    for name, probe in probes.items():
+        style = {Status.possible: "green", Status.refused: "red", Status.absent: "dim"}[probe.status]
+        paths.add_row(name, f"[{style}]{probe.status}[/]", probe.reason)
+    return [*known, variables, paths]
+
+
+def _pairs(title: str, facts: Mapping[str, Any]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None)
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), str(value))
+    return table
+
+
+def _readable(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name.removesuffix("_bytes"): bytes_text(value) if name.endswith("_bytes") else value
+        for name, value in facts.items()
+    }

@@ -1,0 +1,139 @@
+"""Every environment variable of symmcomm: typed, documented, and read in this file only.
+
+``Settings.from_env()`` is called once per communicator, so that a variable set before ``symmcomm.init()`` counts and
+importing the package reads nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from symmcomm.errors import ArgumentError
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_bytes(text: str) -> int:
+    """``"64M"`` -> 67108864. Units K, M, G, T are powers of 1024; an optional ``B`` or ``iB`` is allowed."""
+    lowered = text.strip().lower().removesuffix("b").removesuffix("i")
+    number, unit = (lowered[:-1], lowered[-1]) if lowered[-1:] in _UNITS and lowered else (lowered, "")
+    try:
+        size = float(number) * _UNITS[unit]
+    except ValueError:
+        raise ArgumentError(f"{text!r} is no size: expected a number with an optional unit K, M, G or T") from None
+    if size != int(size) or size < 0:
+        raise ArgumentError(f"{text!r} is no whole, non-negative number of bytes")
+    return int(size)
+
+
+def _parse_bool(text: str) -> bool:
+    if text.strip().lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.strip().lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise ArgumentError(f"{text!r} is no boolean: expected 0 or 1")
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ArgumentError(f"{text!r} is no number of seconds") from None
+    if not seconds > 0:
+        raise ArgumentError(f"{text!r} is no positive number of seconds")
+    return seconds
+
+
+def _variable(name: str, parse: Any, default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"name": name, "parse": parse, "doc": doc})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Values of all ``SYMMCOMM_*`` variables; ``variables()`` lists them for the README and ``symmcomm doctor``."""
+
+    timeout_s: float = _variable(
+        "SYMMCOMM_TIMEOUT_S", _parse_seconds, 300.0, "deadline of every wait for a peer, in seconds"
+    )
+    heap_max_bytes: int = _variable(
+        "SYMMCOMM_HEAP_MAX_BYTES",
+        parse_bytes,
+        16 << 30,
+        "address space reserved per rank: the most that one rank's symmetric heap can grow to",
+    )
+    staging_bytes: int = _variable(
+        "SYMMCOMM_STAGING_BYTES",
+        parse_bytes,
+        8 << 20,
+        "buffer per rank through which ordinary (non-symmetric) tensors pass",
+    )
+    pin: bool = _variable("SYMMCOMM_PIN", _parse_bool, False, "1 pins each rank to one CPU core")
+    spin: int = _variable(
+        "SYMMCOMM_SPIN", int, -1, "polls before a waiting rank yields its core; -1 chooses by ranks and cores"
+    )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Reads the variables. Raises ArgumentError naming the variable whose value does not parse."""
+        environ = os.environ if environ is None else environ
+        values = {}
+        for f in fields(cls):
+            text = environ.get(f.metadata["name"])
+            if text is None:
+                continue
+            try:
+                values[f.name] = f.metadata["parse"](text)
+            except ValueError as error:
+                raise ArgumentError(f"{f.metadata['name']}: {error}") from None
+        return cls(**values)
+
+    def variables(self) -> list[tuple[str, Any, str]]:
+        """(name, value in force, what it does), one a variable."""
+        return [(f.metadata["name"], getattr(self, f.name), f.metadata["doc"]) for f in fields(self)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a launcher told this process through its environment. ``None`` where it said nothing."""
+
+    rank: int | None
+    world_size: int | None
+    local_rank: int | None
+    master_addr: str | None
+    master_port: int | None
+    mpi: str | None
+    """Which MPI launcher's variables are set (``"Open MPI"``, ``"MPICH"``), with no statement about mpi4py."""
+    mpi_world_size: int | None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Launch:
+        """Reads torchrun's variables (``RANK`` …) and those of Open MPI's and MPICH's ``mpirun``."""
+        environ = os.environ if environ is None else environ
+
+        def number(name: str) -> int | None:
+            text = environ.get(name)
+            if text is None:
+                return None
+            try:
+                return int(text)
+            except ValueError:
+                raise ArgumentError(f"{name}={text!r} is no whole number") from None
+
+        mpi, size = None, None
+        if "OMPI_COMM_WORLD_SIZE" in environ:
+            mpi, size = "Open MPI", number("OMPI_COMM_WORLD_SIZE")
+        elif "PMI_SIZE" in environ:
+            mpi, size = "MPICH", number("PMI_SIZE")
+        local = next((n for n in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID") if n in environ), None)
+        return cls(
+            rank=number("RANK"),
+            world_size=number("WORLD_SIZE"),
+            local_rank=number(local) if local else None,
+            master_addr=environ.get("MASTER_ADDR"),
+            master_port=number("MASTER_PORT"),
+            mpi=mpi,
+            mpi_world_size=size,
+        )

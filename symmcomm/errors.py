@@ -1,0 +1,85 @@
+"""One exception tree: everything the library raises on purpose derives from :class:`SymmCommError`.
+
+Errors about an argument also derive from the built-in a Python user expects (``ValueError``, ``TypeError``, …), so
+``except ValueError`` keeps working. Each message names the argument and both values.
+"""
+
+from __future__ import annotations
+
+
+class SymmCommError(Exception):
+    """Base of all errors of symmcomm."""
+
+
+class ArgumentError(SymmCommError, ValueError):
+    """An argument of this call is wrong on the calling rank; nothing was communicated."""
+
+
+class DTypeError(SymmCommError, TypeError):
+    """The dtype is not supported, or lacks the requested reduction."""
+
+
+class ClosedError(SymmCommError, RuntimeError):
+    """The communicator was closed, or is used in a process forked after ``init``."""
+
+
+class ConcurrentCallError(SymmCommError, RuntimeError):
+    """Two threads are inside collectives of one communicator; ``split()`` gives each its own."""
+
+
+class MismatchError(SymmCommError, RuntimeError):
+    """Ranks disagree about one collective call. Raised on every rank; the communicator stays usable."""
+
+
+class OutOfSymmetricMemoryError(SymmCommError, MemoryError):
+    """The symmetric heap cannot hold the request; names its size, what is used and the variable to change."""
+
+
+class BootstrapError(SymmCommError, RuntimeError):
+    """The ranks could not find each other."""
+
+
+class HostMismatchError(BootstrapError):
+    """Ranks run on different hosts (or network namespaces) where shared memory cannot reach."""
+
+
+class ExchangeError(SymmCommError, RuntimeError):
+    """A memory descriptor could not be passed between two ranks."""
+
+
+class PeerError(SymmCommError, RuntimeError):
+    """A peer did not do its part. The communicator is no longer usable; ``rank`` names the peer.
+
+    Attributes:
+        rank: the peer's rank in the communicator.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[PeerError], tuple[object, ...]]:
+        return type(self), (self.args[0], self.rank)
+
+
+class PeerTimeoutError(PeerError, TimeoutError):
+    """A peer did not arrive before the deadline (``SYMMCOMM_TIMEOUT_S``)."""
+
+
+class PeerAbortedError(PeerError):
+    """A peer raised an error inside a collective and told the others."""
+
+
+class PeerDiedError(PeerError, ConnectionError):
+    """A peer's process is gone.
+
+    Attributes:
+        pid: the peer's process id.
+    """
+
+    def __init__(self, message: str, rank: int, pid: int) -> None:
+        super().__init__(message, rank)
+        self.pid = pid
+
+    def __reduce__(self) -> tuple[type[PeerDiedError], tuple[object, ...]]:
+        return type(self), (self.args[0], self.rank, self.pid)

@@ -1,0 +1,75 @@
+"""One input, the same for all takers: all-gather (all send, all take), broadcast (one sends), gather (one takes).
+
+Staged: before barrier e a sender copies chunk k into its slot e; after e the takers copy it out, while the sender fills
+slot e + 1 (rule of two parities, see ``barrier``). In place (symmetric input): barrier, takers copy out of the sender's
+tensor, barrier, so that no sender changes what is still read.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from symmcomm.kernels.cpu import context as c
+from symmcomm.kernels.cpu.barrier import meet, sync
+from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
+from symmcomm.kernels.cpu.windows import note_sources, own_slot, window
+
+
+@njit(cache=True, nogil=True)
+def _take(ctx: int, tensor: int, at: int, num_bytes: int, sender: int) -> None:
+    """Copies bytes ``at`` and on of the senders' inputs to where TARGETS says."""
+    rank, world_size, targets = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.TARGETS)
+    epoch = c.get(ctx, c.EPOCH)
+    for hop in range(world_size):
+        peer = (rank + hop) % world_size
+        if sender >= 0 and peer != sender:
+            continue
+        target = load_i64(targets + 8 * peer) + at
+        origin = tensor + at if peer == rank else window(ctx, peer, epoch, 0, at)
+        if target != origin:
+            memcpy(target, origin, num_bytes)
+
+
+@njit(cache=True, nogil=True)
+def _all_gather(ctx: int, call: int, tensor: int, num_bytes: int, source: int, sender: int, taker: int) -> int:
+    rank = c.get(ctx, c.RANK)
+    stages = source < 0 and (sender < 0 or rank == sender)
+    takes = taker < 0 or rank == taker
+    per_chunk = min(2 * c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES))
+    if stages:
+        memcpy(own_slot(ctx, c.get(ctx, c.EPOCH) + 1), tensor, min(per_chunk, num_bytes))
+    status = meet(ctx, call, num_bytes, source, 0)
+    if status != c.OK:
+        return status
+    num_staged, num_in_place = note_sources(ctx, c.get(ctx, c.EPOCH), sender)
+    if num_staged == 0:
+        per_chunk = max(num_bytes, 1)
+    for at in range(0, num_bytes, per_chunk):
+        following = at + per_chunk
+        if stages and following < num_bytes:
+            slot = own_slot(ctx, c.get(ctx, c.EPOCH) + 1)
+            memcpy(slot, tensor + following, min(per_chunk, num_bytes - following))
+        if takes:
+            _take(ctx, tensor, at, min(per_chunk, num_bytes - at), sender)
+        if following < num_bytes and not sync(ctx):
+            return c.STOPPED
+    if num_in_place > 0 and not sync(ctx):
+        return c.STOPPED
+    return c.OK
+
+
+@njit(cache=True, nogil=True)
+def all_gather(
+    ctx: int, call: int, tensor: int, num_bytes: int, source: int, sender: int, taker: int, output: int, pitch: int
+) -> int:
+    """Moves ``num_bytes`` at each sender's ``tensor`` to each taker; senders and takers are one rank, or -1 for all.
+
+    ``source`` is the input's heap offset, or STAGED. What rank p sends goes to ``output + p * pitch``; with an
+    ``output`` of 0, to the address in TARGETS[p].
+    """
+    if not c.enter(ctx):
+        return c.REFUSED
+    if output != 0:
+        for peer in range(c.get(ctx, c.WORLD_SIZE)):
+            store_i64(c.get(ctx, c.TARGETS) + 8 * peer, output + peer * pitch)
+    return c.leave(ctx, _all_gather(ctx, call, tensor, num_bytes, source, sender, taker))

@@ -1,0 +1,156 @@
+"""An input of its own for every taker: all-to-all with even or uneven parts, and scatter (one sends).
+
+What a rank sends to each peer (bytes and offset in its input) lies in its SPLITS table, of the parity of the opening
+barrier; takers copy their entries out before they arrive at the next one (rule of two parities, see ``barrier``). Where
+parts are uneven they also compare them with what they expect, and a second barrier carries the verdicts, so that all
+ranks see a mismatch. Data then moves as in ``all_gather``, with the slot divided into one area a taker.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from symmcomm.kernels.cpu import context as c
+from symmcomm.kernels.cpu.barrier import VOTE, describe, described, meet, sync
+from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
+from symmcomm.kernels.cpu.windows import note_sources, own_slot, window
+
+UNEVEN = -1
+
+
+@njit(cache=True, nogil=True)
+def _split(ctx: int, sender: int, epoch: int, taker: int) -> int:
+    """Address of the sender's (bytes, offset) for the taker."""
+    world_size = c.get(ctx, c.WORLD_SIZE)
+    index = (epoch & 1) * world_size + taker
+    return c.peer_address(ctx, sender, c.get(ctx, c.SPLITS) + 16 * index)
+
+
+@njit(cache=True, nogil=True)
+def _fill_even(ctx: int, count: int, output: int) -> None:
+    outgoing, targets = c.get(ctx, c.OUTGOING), c.get(ctx, c.TARGETS)
+    for peer in range(c.get(ctx, c.WORLD_SIZE)):
+        store_i64(outgoing + 16 * peer, count)
+        store_i64(outgoing + 16 * peer + 8, peer * count)
+        store_i64(targets + 8 * peer, output + peer * count)
+
+
+@njit(cache=True, nogil=True)
+def _publish(ctx: int, epoch: int) -> int:
+    """Copies this rank's (bytes, offset) pairs into its table; returns the largest number of bytes."""
+    rank, splits, largest = c.get(ctx, c.RANK), c.get(ctx, c.OUTGOING), 0
+    for peer in range(c.get(ctx, c.WORLD_SIZE)):
+        split = _split(ctx, rank, epoch, peer)
+        num_bytes = load_i64(splits + 16 * peer)
+        store_i64(split, num_bytes)
+        store_i64(split + 8, load_i64(splits + 16 * peer + 8))
+        largest = max(largest, num_bytes)
+    return largest
+
+
+@njit(cache=True, nogil=True)
+def _note_incoming(ctx: int, epoch: int) -> int:
+    """Keeps what each sender published for this rank; returns the largest part of all ranks."""
+    rank, incoming, largest = c.get(ctx, c.RANK), c.get(ctx, c.INCOMING), 0
+    for peer in range(c.get(ctx, c.WORLD_SIZE)):
+        split = _split(ctx, peer, epoch, rank)
+        store_i64(incoming + 16 * peer, load_i64(split))
+        store_i64(incoming + 16 * peer + 8, load_i64(split + 8))
+        largest = max(largest, described(ctx, epoch, peer, VOTE))
+    return largest
+
+
+@njit(cache=True, nogil=True)
+def _agree(ctx: int, call: int, source: int) -> int:
+    """The second barrier of an uneven call: each rank votes 0, or 1 + the sender whose bytes it did not expect, and
+    then tells both numbers in place of count and source."""
+    incoming, expected = c.get(ctx, c.INCOMING), c.get(ctx, c.EXPECTED)
+    vote, awaited, sent = 0, UNEVEN, source
+    for peer in range(c.get(ctx, c.WORLD_SIZE)):
+        if load_i64(incoming + 16 * peer) != load_i64(expected + 8 * peer):
+            vote, awaited, sent = 1 + peer, load_i64(expected + 8 * peer), load_i64(incoming + 16 * peer)
+    describe(ctx, call, awaited, sent, vote)
+    if not sync(ctx):
+        return c.STOPPED
+    for peer in range(c.get(ctx, c.WORLD_SIZE)):
+        if described(ctx, c.get(ctx, c.EPOCH), peer, VOTE) != 0:
+            return c.mismatch(ctx, peer, 1)
+    return c.OK
+
+
+@njit(cache=True, nogil=True)
+def _copy_in(ctx: int, epoch: int, tensor: int, at: int, area: int) -> None:
+    """Bytes ``at`` and on of each other rank's part into the epoch's slot."""
+    splits = c.get(ctx, c.OUTGOING)
+    rank, world_size, slot = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), own_slot(ctx, epoch)
+    for hop in range(1, world_size):
+        peer = (rank + hop) % world_size
+        num_bytes = min(area, load_i64(splits + 16 * peer) - at)
+        if num_bytes > 0:
+            memcpy(slot + peer * area, tensor + load_i64(splits + 16 * peer + 8) + at, num_bytes)
+
+
+@njit(cache=True, nogil=True)
+def _take(ctx: int, tensor: int, at: int, area: int, sender: int) -> None:
+    """Bytes ``at`` and on of what each sender has for this rank, to where TARGETS says."""
+    rank, world_size, targets = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.TARGETS)
+    epoch, incoming = c.get(ctx, c.EPOCH), c.get(ctx, c.INCOMING)
+    for hop in range(world_size):
+        peer = (rank + hop) % world_size
+        if sender >= 0 and peer != sender:
+            continue
+        num_bytes = min(area, load_i64(incoming + 16 * peer) - at)
+        if num_bytes > 0:
+            in_tensor = load_i64(incoming + 16 * peer + 8) + at
+            origin = tensor + in_tensor if peer == rank else window(ctx, peer, epoch, rank * area, in_tensor)
+            target = load_i64(targets + 8 * peer) + at
+            if target != origin:
+                memcpy(target, origin, num_bytes)
+
+
+@njit(cache=True, nogil=True)
+def _all_to_all(ctx: int, call: int, tensor: int, count: int, source: int, sender: int) -> int:
+    stages = source < 0 and (sender < 0 or c.get(ctx, c.RANK) == sender)
+    budget = min(2 * c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES))
+    area = max(64, budget // c.get(ctx, c.WORLD_SIZE) // 64 * 64)
+    epoch = c.get(ctx, c.EPOCH) + 1
+    if stages and count != UNEVEN:
+        _copy_in(ctx, epoch, tensor, 0, area)
+    status = meet(ctx, call, count, source, _publish(ctx, epoch))
+    if status != c.OK:
+        return status
+    largest = _note_incoming(ctx, epoch)
+    num_staged, num_in_place = note_sources(ctx, epoch, sender)
+    if count == UNEVEN:
+        if stages:
+            _copy_in(ctx, epoch + 1, tensor, 0, area)
+        status = _agree(ctx, call, source)
+        if status != c.OK:
+            return status
+    if num_staged == 0:
+        area = max(largest, 1)
+    for at in range(0, largest, area):
+        following = at + area
+        if stages and following < largest:
+            _copy_in(ctx, c.get(ctx, c.EPOCH) + 1, tensor, following, area)
+        _take(ctx, tensor, at, area, sender)
+        if following < largest and not sync(ctx):
+            return c.STOPPED
+    if num_in_place > 0 and not sync(ctx):
+        return c.STOPPED
+    return c.OK
+
+
+@njit(cache=True, nogil=True)
+def all_to_all(ctx: int, call: int, tensor: int, count: int, source: int, sender: int, output: int) -> int:
+    """Moves the part that each sender (a rank, or -1 for all) has for this rank to TARGETS[sender].
+
+    ``count`` is the bytes of every part, or UNEVEN; the scratch tables hold what goes and comes: OUTGOING pairs (bytes,
+    offset from ``tensor``) a taker, EXPECTED bytes a sender, TARGETS addresses. An ``output`` that is not 0 fills them
+    for equal parts that lie one after the other.
+    """
+    if not c.enter(ctx):
+        return c.REFUSED
+    if output != 0:
+        _fill_even(ctx, count, output)
+    return c.leave(ctx, _all_to_all(ctx, call, tensor, count, source, sender))

@@ -1,0 +1,85 @@
+"""The one argument that every kernel takes: the address of a block of 64-bit fields, one a communicator, not shared.
+
+Numba's call overhead grows with the number of arguments, so what does not change from call to call lies here. Field
+numbers are module constants, hence literals in compiled code.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from symmcomm.kernels.cpu.primitives import load_i64, store_i64
+from symmcomm.memory.signals import LINE_BYTES
+
+BASE, STRIDE, RANK, WORLD_SIZE = 0, 1, 2, 3  # flat address space: peer p's heap is at BASE + p·STRIDE
+LINES, RING, SENT, TAKEN, SIGNAL_PAD = 4, 5, 6, 7, 8  # offsets of the pads, see memory.signals
+MESSAGES, MESSAGE_BYTES, STAGING, SLOT_BYTES, CHUNK_BYTES, ONE_SHOT_BYTES = 9, 10, 11, 12, 13, 14
+EPOCH, RING_EPOCH = 15, 16  # how many barriers this rank has entered
+SPINS, YIELDS, POLL = 17, 18, 19  # back-off of a wait; address of the function asked when nothing arrives
+STATE = 20  # OPEN, or why no call may start
+WAIT_PEER, WAIT_EXPECTED, WAIT_WORD, WAIT_SINCE = 21, 22, 23, 24  # what the rank waits for: read by POLL
+TILE, ADDRESSES, SOURCES, TARGETS = 25, 26, 27, 28  # scratch: accumulators; one address or offset a peer
+CHUNKS_SENT, CHUNKS_TAKEN = 29, 30  # counters of point-to-point chunks, one a peer
+DELAY_NS = 31  # fault injection: how long this rank sleeps before each of its signals
+# Who disagrees, and where it stands: 0 in the opening lines, 1 in votes, else the address of a line.
+MISMATCH_PEER, MISMATCH_LINE = 32, 33
+SPLITS, INCOMING, OUTGOING, EXPECTED = 34, 35, 36, 37  # an all-to-all's table, and its scratch
+NUM_FIELDS = 38
+
+OPEN, IN_CALL, CLOSED, FAILED, FORKED = 0, 1, 2, 3, 4  # values of STATE
+OK, STOPPED, MISMATCH, REFUSED = 0, 1, 2, 3  # what a kernel returns; STOPPED: a wait, by POLL; REFUSED: not OPEN
+
+TILE_ELEMENTS = 2048
+"""Accumulators that a reduction of more than two sources keeps in the first-level cache."""
+
+
+@njit(cache=True, nogil=True)
+def get(ctx: int, field: int) -> int:
+    return load_i64(ctx + 8 * field)
+
+
+@njit(cache=True, nogil=True)
+def put(ctx: int, field: int, value: int) -> None:
+    store_i64(ctx + 8 * field, value)
+
+
+@njit(cache=True, nogil=True)
+def peer_address(ctx: int, peer: int, offset: int) -> int:
+    """Where byte ``offset`` of the peer's heap is in this process."""
+    return get(ctx, BASE) + peer * get(ctx, STRIDE) + offset
+
+
+@njit(cache=True, nogil=True)
+def line_offset(ctx: int, epoch: int, sender: int) -> int:
+    """Offset of the line that ``sender`` writes for barriers of this epoch's parity."""
+    return get(ctx, LINES) + ((epoch & 1) * get(ctx, WORLD_SIZE) + sender) * LINE_BYTES
+
+
+@njit(cache=True, nogil=True)
+def slot_offset(ctx: int, epoch: int) -> int:
+    """Offset of the staging slot that may be written before the signal of ``epoch`` and read by peers after it."""
+    return get(ctx, STAGING) + (epoch & 1) * get(ctx, SLOT_BYTES)
+
+
+@njit(cache=True, nogil=True)
+def mismatch(ctx: int, peer: int, line: int) -> int:
+    """Notes a disagreement for ``collectives.mismatch``."""
+    put(ctx, MISMATCH_PEER, peer)
+    put(ctx, MISMATCH_LINE, line)
+    return MISMATCH
+
+
+@njit(cache=True, nogil=True)
+def enter(ctx: int) -> bool:
+    """Starts a call. False where the communicator is closed, has failed, was forked, or another thread is in a call."""
+    if get(ctx, STATE) != OPEN:
+        return False
+    put(ctx, STATE, IN_CALL)
+    return True
+
+
+@njit(cache=True, nogil=True)
+def leave(ctx: int, status: int) -> int:
+    """Ends a call; after a stopped wait the communicator stays refused."""
+    put(ctx, STATE, FAILED if status == STOPPED else OPEN)
+    return status

@@ -1,0 +1,73 @@
+"""Reduce-scatter: rank r ends with part r of the sum of all inputs, ``count`` elements.
+
+Staged: one barrier a step. Before barrier e a rank copies chunk k of every other rank's part into slot e; after e it
+reduces its own part's chunk out of the peers' slots e (rule of two parities, see ``barrier``), while the next chunk
+goes into slot e + 1. In place (symmetric inputs): barrier, reduce out of the peers' tensors, barrier, so that nobody
+changes an input that is still read.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from symmcomm.kernels.cpu import context as c
+from symmcomm.kernels.cpu.barrier import meet, sync
+from symmcomm.kernels.cpu.primitives import call_5, memcpy, store_i64
+from symmcomm.kernels.cpu.windows import note_sources, own_slot, window
+
+
+@njit(cache=True, nogil=True)
+def _copy_in(ctx: int, epoch: int, tensor: int, at: int, per_chunk: int, count: int, itemsize: int) -> None:
+    """Chunk at element ``at`` of each other rank's part into the epoch's slot, one area of ``per_chunk`` a rank."""
+    rank, world_size, slot = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), own_slot(ctx, epoch)
+    for hop in range(1, world_size):
+        peer = (rank + hop) % world_size
+        area = slot + peer * per_chunk * itemsize
+        memcpy(area, tensor + (peer * count + at) * itemsize, min(per_chunk, count - at) * itemsize)
+
+
+@njit(cache=True, nogil=True)
+def _reduce_scatter(
+    ctx: int, call: int, output: int, tensor: int, count: int, itemsize: int, source: int, function: int
+) -> int:
+    rank, world_size, addresses = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.ADDRESSES)
+    budget = min(2 * c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES))
+    per_chunk = max(64, budget // world_size // 64 * 64) // itemsize
+    if source < 0:
+        _copy_in(ctx, c.get(ctx, c.EPOCH) + 1, tensor, 0, per_chunk, count, itemsize)
+    status = meet(ctx, call, count, source, 0)
+    if status != c.OK:
+        return status
+    num_staged, num_in_place = note_sources(ctx, c.get(ctx, c.EPOCH), -1)
+    if num_staged == 0:
+        per_chunk = max(count, 1)
+    for at in range(0, count, per_chunk):
+        epoch, n = c.get(ctx, c.EPOCH), min(per_chunk, count - at)
+        for peer in range(world_size):
+            where = window(ctx, peer, epoch, rank * per_chunk * itemsize, (rank * count + at) * itemsize)
+            store_i64(addresses + 8 * peer, where)
+        store_i64(addresses + 8 * rank, tensor + (rank * count + at) * itemsize)
+        call_5(function, output + at * itemsize, addresses, world_size, n, c.get(ctx, c.TILE))
+        if at + per_chunk < count:
+            if source < 0:
+                _copy_in(ctx, epoch + 1, tensor, at + per_chunk, per_chunk, count, itemsize)
+            if not sync(ctx):
+                return c.STOPPED
+    if num_in_place > 0 and not sync(ctx):
+        return c.STOPPED
+    return c.OK
+
+
+@njit(cache=True, nogil=True)
+def reduce_scatter(
+    ctx: int, call: int, output: int, tensor: int, count: int, itemsize: int, source: int, function: int
+) -> int:
+    """Reduces part ``rank`` of the ``world_size`` × ``count`` elements at ``tensor`` into ``output``; ``source`` is the
+    input's heap offset, or STAGED."""
+    if not c.enter(ctx):
+        return c.REFUSED
+    if c.get(ctx, c.WORLD_SIZE) == 1:
+        if output != tensor:
+            memcpy(output, tensor, count * itemsize)
+        return c.leave(ctx, c.OK)
+    return c.leave(ctx, _reduce_scatter(ctx, call, output, tensor, count, itemsize, source, function))

@@ -1,0 +1,1 @@
+"""Symmetric memory: allocation, providers, and descriptors between processes."""

@@ -1,0 +1,1 @@
+"""Tools of the tests: ranks as processes, oracles, fault injection."""

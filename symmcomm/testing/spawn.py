@@ -1,0 +1,314 @@
+"""Run a function on several ranks, each a fresh process of this host, with a hard limit in time.
+
+Ranks are forked from a server that has torch and Numba loaded already, so a world starts in milliseconds. Whatever
+happens, no rank outlives the call: late ranks are killed, and the kernel kills the ranks of a caller that dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+_DUMP_SIGNAL = signal.SIGUSR2
+_DUMP_PATIENCE_S = 0.5
+_TERMINATE_PATIENCE_S = 2.0
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended.
+
+    Attributes:
+        exitcode: 0, the argument of ``sys.exit``, 1 after an exception, or minus the signal that killed the rank.
+        value: what the function returned, ``None`` if it did not return.
+        error: the exception, or a RuntimeError with its text where it does not pickle; ``None`` if there was none.
+        traceback: the exception's traceback, or the Python stacks of a rank that crashed; ``""`` if there is none.
+    """
+
+    rank: int
+    pid: int
+    exitcode: int
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned and the process ended well."""
+        return self.exitcode == 0 and self.error is None
+
+    def report(self) -> str:
+        """One paragraph for an error message."""
+        return f"--- rank {self.rank} (pid {self.pid}) ended with exit code {self.exitcode}\n{self.traceback}".rstrip()
+
+
+class RankFailedError(RuntimeError):
+    """At least one rank failed. ``results`` holds all ranks' results."""
+
+    def __init__(self, results: Sequence[RankResult]) -> None:
+        super().__init__("\n".join(result.report() for result in results if not result.ok))
+        self.results = list(results)
+
+
+class RanksTimeoutError(TimeoutError):
+    """Ranks had not ended in time and were killed. ``ranks`` names them."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = list(ranks)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    env: Mapping[str, str | None] | None = None,
+    check: bool = True,
+) -> list[RankResult]:
+    """Calls ``fn(*args)`` in ``world_size`` new processes and returns their results, by rank.
+
+    Each rank sees this process's environment and ``sys.path``, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT,
+    then ``env`` (``None`` as a value removes a variable). torch is loaded by then: variables that a library reads
+    when it is imported come too late, and torch runs one thread.
+
+    Args:
+        fn: a function that can be imported by name; its arguments and its value are pickled.
+        timeout_s: seconds after which all ranks are killed.
+        check: whether a failed rank raises RankFailedError; tests of faults pass ``False``.
+
+    Raises:
+        RankFailedError: with every failed rank's traceback.
+        RanksTimeoutError: with the Python stacks of the ranks that had not ended.
+    """
+    deadline = time.monotonic() + timeout_s
+    call = pickle.dumps((fn, args))
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="symmcomm-ranks-") as folder:
+        try:
+            for rank in range(world_size):
+                launch = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), **address}
+                environ = _merged({**launch, **(env or {})})
+                ranks.append(_Rank(rank, call, environ, Path(folder) / f"rank{rank}.txt"))
+            if late := _collect(ranks, deadline):
+                stacks = "\n".join(f"--- rank {rank.rank} (pid {rank.process.pid})\n{rank.stacks()}" for rank in late)
+                names = [rank.rank for rank in late]
+                raise RanksTimeoutError(f"ranks {names} had not ended after {timeout_s:g} s\n{stacks}", names)
+            results = [rank.result() for rank in ranks]
+        finally:
+            for rank_ in ranks:
+                rank_.kill()
+    if check and not all(result.ok for result in results):
+        raise RankFailedError(results)
+    return results
+
+
+def launch_command(
+    argv: Sequence[str | os.PathLike[str]], timeout_s: float, env: Mapping[str, str | None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command (``torchrun``, ``mpirun``, ``symmcomm`` …) in its own process group and returns its text output.
+
+    Args:
+        timeout_s: seconds after which the command and all its descendants are killed.
+        env: added to this process's environment; ``None`` as a value removes a variable.
+
+    Raises:
+        subprocess.TimeoutExpired: with the output up to then.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+
+        def text(file: Any) -> str:
+            file.seek(0)
+            return str(file.read())
+
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=_merged(env or {}), start_new_session=True
+        )
+        try:
+            returncode = process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            _kill_tree(process)
+            raise subprocess.TimeoutExpired(error.cmd, timeout_s, text(out), text(err)) from None
+        finally:
+            _kill_tree(process)
+        return subprocess.CompletedProcess(argv, returncode, text(out), text(err))
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class _Rank:
+    """The parent's view of one rank: its process, the pipe of its outcome, the file of its stacks."""
+
+    def __init__(self, rank: int, call: bytes, environ: dict[str, str], stack_file: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["symmcomm.testing.preload"])
+        self.rank = rank
+        self.connection, sender = context.Pipe(duplex=False)
+        self._stack_file = stack_file
+        self._outcome: dict[str, Any] = {}
+        self.process = ForkServerProcess(
+            target=_rank_main, args=(call, environ, sender, str(stack_file)), name=f"rank{rank}"
+        )
+        self.process.start()
+        sender.close()
+
+    def receive(self) -> None:
+        """Takes the outcome. A rank killed while it wrote has none."""
+        try:
+            self._outcome = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            self._outcome = self._outcome or {}
+        self.connection.close()
+
+    def stacks(self) -> str:
+        """Asks a live rank for its Python stacks; a rank that is stopped or crashed says nothing."""
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, _DUMP_SIGNAL)
+        give_up = time.monotonic() + _DUMP_PATIENCE_S
+        while not (text := self._crash_report()) and time.monotonic() < give_up:
+            time.sleep(0.01)
+        return text
+
+    def _crash_report(self) -> str:
+        return self._stack_file.read_text() if self._stack_file.exists() else ""
+
+    def result(self) -> RankResult:
+        """The result of a rank that has ended."""
+        self.process.join()
+        assert self.process.pid is not None
+        assert self.process.exitcode is not None
+        outcome = {"traceback": self._crash_report(), **self._outcome}
+        return RankResult(self.rank, self.process.pid, self.process.exitcode, **outcome)
+
+    def kill(self) -> None:
+        """Ends the rank and everything it started, if anything is left of them."""
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        if self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.connection.close()
+
+
+def _collect(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
+    """Waits until all ranks have ended, taking outcomes as they come; returns the ranks that are late."""
+    running = {rank.process.sentinel: rank for rank in ranks}
+    while running:
+        readable: dict[Connection | int, _Rank] = {
+            rank.connection: rank for rank in running.values() if not rank.connection.closed
+        }
+        ready = wait([*running, *readable], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for source in ready:
+            if source in readable:
+                readable[source].receive()
+            elif source in running and running[source].connection.closed:
+                del running[source]
+    return list(running.values())
+
+
+def _rank_main(call: bytes, environ: Mapping[str, str], sender: Connection, stack_file: str) -> None:
+    """The body of a rank's process."""
+    os.setpgid(0, 0)
+    _die_with_parent()
+    os.environ.clear()
+    os.environ.update(environ)
+    with open(stack_file, "w") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(_DUMP_SIGNAL, stacks)
+        outcome: dict[str, Any]
+        try:
+            if "torch" in sys.modules:
+                sys.modules["torch"].set_num_threads(1)
+            fn, args = pickle.loads(call)
+            outcome = {"value": fn(*args)}
+            message = pickle.dumps(outcome)
+        except SystemExit:
+            sender.close()
+            raise
+        except BaseException as error:  # the caller decides, about Ctrl-C too
+            outcome = {"error": _portable(error), "traceback": traceback.format_exc()}
+            message = pickle.dumps(outcome)
+        sender.send_bytes(message)
+        sender.close()
+        faulthandler.unregister(_DUMP_SIGNAL)
+        faulthandler.enable()
+    if "error" in outcome:
+        sys.exit(1)
+
+
+def _die_with_parent() -> None:
+    """Has the kernel kill this rank when its caller dies: the caller holds the other end of the sentinel's pipe.
+
+    PR_SET_PDEATHSIG would watch the fork server, which lives as long as any rank.
+    """
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    fcntl.fcntl(caller.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(caller.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(caller.sentinel, fcntl.F_SETFL, fcntl.fcntl(caller.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """``error`` if it survives pickling, else a RuntimeError with its text."""
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:  # pickling runs the exception's own code
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _merged(env: Mapping[str, str | None]) -> dict[str, str]:
+    return {name: value for name, value in {**os.environ, **env}.items() if value is not None}
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kills a command's process group and its descendants (torchrun and mpirun give ranks groups of their own).
+
+    A launcher gets the chance to end its ranks itself; descendants are looked up before their parents are gone.
+    """
+    tree = [process.pid, *_descendants(process.pid)] if process.poll() is None else []
+    if tree:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_TERMINATE_PATIENCE_S)
+    for pid in tree[1:]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for child in children.read_text().split():
+                yield int(child)
+                yield from _descendants(int(child))

@@ -1,0 +1,180 @@
+"""run_ranks and launch_command: what comes back, and that nothing is left running."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from symmcomm.testing.spawn import RankFailedError, RanksTimeoutError, launch_command, run_ranks
+
+
+def launch_variables() -> tuple[str, ...]:
+    return tuple(os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def echo(value: object) -> object:
+    return value
+
+
+def fail_on(rank: int) -> None:
+    if os.environ["RANK"] == str(rank):
+        raise ZeroDivisionError(f"on rank {rank}")
+
+
+class PickyError(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(a + b)
+
+
+def raise_unpicklable() -> None:
+    raise PickyError(1, 2)
+
+
+def return_unpicklable() -> object:
+    return lambda: None
+
+
+def exit_with(code: int) -> None:
+    sys.exit(code)
+
+
+def kill_self(signum: int) -> None:
+    os.kill(os.getpid(), signum)
+
+
+def sleep_on(rank: int) -> None:
+    if os.environ["RANK"] == str(rank):
+        time.sleep(600)
+
+
+def start_grandchild() -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+def write_pid_and_sleep(folder: str) -> None:
+    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def eventually_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_running(pid)
+
+
+def test_ranks_get_the_launch_variables() -> None:
+    results = run_ranks(launch_variables, 3)
+    assert [r.value for r in results] == [(str(n), "3", str(n), "127.0.0.1") for n in range(3)]
+    assert [r.rank for r in results] == [0, 1, 2]
+    assert all(r.ok for r in results)
+    assert len({r.pid for r in results}) == 3
+
+
+def test_env_is_added_and_none_removes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYMMCOMM_TEST", "from the parent")
+    assert run_ranks(variable, 1, "SYMMCOMM_TEST")[0].value == "from the parent"
+    assert run_ranks(variable, 1, "SYMMCOMM_TEST", env={"SYMMCOMM_TEST": "x"})[0].value == "x"
+    assert run_ranks(variable, 1, "RANK", env={"RANK": None})[0].value is None
+
+
+def test_large_values_and_tensors_pass() -> None:
+    torch = pytest.importorskip("torch")
+    value = (torch.arange(10), b"x" * (8 << 20))
+    back = run_ranks(echo, 2, value)[1].value
+    assert torch.equal(back[0], value[0])
+    assert back[1] == value[1]
+
+
+def test_failure_carries_the_traceback() -> None:
+    with pytest.raises(RankFailedError, match=r"(?s)rank 1 .*fail_on.*ZeroDivisionError: on rank 1") as caught:
+        run_ranks(fail_on, 3, 1)
+    assert "rank 0" not in str(caught.value)
+    results = run_ranks(fail_on, 3, 1, check=False)
+    assert [r.ok for r in results] == [True, False, True]
+    assert isinstance(results[1].error, ZeroDivisionError)
+    assert results[1].exitcode == 1
+
+
+@pytest.mark.parametrize("fn", [raise_unpicklable, return_unpicklable])
+def test_what_does_not_pickle_is_reported(fn: object) -> None:
+    result = run_ranks(fn, 1, check=False)[0]  # type: ignore[arg-type]
+    assert result.error is not None
+    assert result.traceback
+
+
+def test_exit_codes() -> None:
+    assert run_ranks(exit_with, 1, 0)[0].ok
+    assert run_ranks(exit_with, 1, 3, check=False)[0].exitcode == 3
+    assert run_ranks(kill_self, 1, signal.SIGKILL, check=False)[0].exitcode == -signal.SIGKILL
+
+
+def test_crash_shows_the_stack() -> None:
+    result = run_ranks(kill_self, 1, signal.SIGSEGV, check=False)[0]
+    assert result.exitcode == -signal.SIGSEGV
+    assert "kill_self" in result.traceback
+
+
+def test_timeout_names_the_ranks_and_their_stacks() -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksTimeoutError, match="sleep_on") as caught:
+        run_ranks(sleep_on, 3, 1, timeout_s=3.0)
+    assert caught.value.ranks == [1]
+    assert time.monotonic() - started < 6
+
+
+def test_stopped_rank_is_killed() -> None:
+    with pytest.raises(RanksTimeoutError) as caught:
+        run_ranks(kill_self, 2, signal.SIGSTOP, timeout_s=2.0)
+    assert caught.value.ranks == [0, 1]
+
+
+def test_grandchildren_are_killed() -> None:
+    assert eventually_gone(run_ranks(start_grandchild, 1)[0].value)
+
+
+def test_ranks_die_with_their_caller(tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "import sys; from symmcomm.testing.spawn import run_ranks; from test_spawn import write_pid_and_sleep\n"
+        "if __name__ == '__main__': run_ranks(write_pid_and_sleep, 2, sys.argv[1])\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    caller = subprocess.Popen([sys.executable, script, tmp_path], env={**os.environ, "PYTHONPATH": path})
+    deadline = time.monotonic() + 60
+    while len(pids := [int(t) for n in "01" if (f := tmp_path / n).exists() and (t := f.read_text())]) < 2:
+        assert time.monotonic() < deadline
+        assert caller.poll() is None
+        time.sleep(0.02)
+    caller.kill()
+    caller.wait()
+    assert all(eventually_gone(pid) for pid in pids)
+
+
+def test_command_returns_its_text() -> None:
+    done = launch_command(["sh", "-c", "echo $GREETING; echo oops >&2; exit 3"], 10.0, {"GREETING": "hi"})
+    assert (done.returncode, done.stdout, done.stderr) == (3, "hi\n", "oops\n")
+
+
+def test_late_command_is_killed_with_its_descendants() -> None:
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        launch_command(["sh", "-c", "setsid sleep 600 & echo $!; trap '' TERM; while :; do sleep 1; done"], 1.0)
+    assert isinstance(caught.value.output, str)
+    assert eventually_gone(int(caught.value.output))

@@ -14,6 +14,7 @@ from typing import NoReturn, Self
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from symmcomm.bootstrap import connect
 from symmcomm.bootstrap.host import check_same_host
@@ -78,7 +79,9 @@ class Communicator:
         self.settings, self.num_cores, self.bootstrap_name = settings, num_cores, bootstrap_name
         self.kernels = cpu.load()
         self.all_reduce_entry = self.kernels.all_reduce
-        self.prepared: dict[tuple[object, ...], tuple[int, int, int]] = {}
+        self.all_reductions: dict[tuple[object, ...], int] = {}
+        self.reductions: dict[tuple[object, ...], int] = {}
+        self.blocks: list[NDArray[np.int64]] = []
         self.layout = ControlLayout.create(world_size, settings.staging_bytes)
         self.tuning = choose(world_size, num_cores, self.layout.slot_bytes, settings.spin)
         exchange = DescriptorExchange(rank, world_size, all_gather, settings.timeout_s)
@@ -113,7 +116,7 @@ class Communicator:
             c.MESSAGE_BYTES: layout.message_bytes, c.STAGING: layout.staging, c.SLOT_BYTES: layout.slot_bytes,
             c.CHUNK_BYTES: self.tuning.chunk_bytes, c.ONE_SHOT_BYTES: self.tuning.one_shot_bytes,
             c.SPINS: self.tuning.spins, c.YIELDS: self.tuning.yields,
-            c.TILE: context[c.NUM_FIELDS :].ctypes.data,
+            c.TILE: context[c.NUM_FIELDS :].ctypes.data, c.HEAP_BYTES: self.heap_bytes,
         }  # fmt: skip
         context[list(fields)] = list(fields.values())
 

@@ -11,7 +11,7 @@ from symmcomm.bench.case import ROOT, Case, Collective
 from symmcomm.bench.implementations import Buffers, Call
 from symmcomm.schedule.dtypes import DType, Op, supports
 
-Message = tuple[MPI.buffer, int, MPI.Datatype]
+Message = tuple[MPI.buffer, MPI.Datatype]
 
 _DATATYPES = {
     DType.float32: MPI.FLOAT, DType.float64: MPI.DOUBLE, DType.float16: MPI.FLOAT16_T, DType.bfloat16: MPI.BFLOAT16_T,
@@ -48,7 +48,7 @@ class MPICalls:
             return f"MPI has no {case.op.name} for {case.dtype.name}"
         try:  # a local call: all ranks of one library agree
             element = bytearray(case.dtype.itemsize)
-            self._op(case).Reduce_local((element, 1, datatype), (bytearray(element), 1, datatype))
+            self._op(case).Reduce_local((element, datatype), (bytearray(element), datatype))
         except MPI.Exception as error:
             return f"this MPI refuses {case.op.name} of {case.dtype.name}: {error.Get_error_string()}"
         return None
@@ -100,9 +100,9 @@ def _library() -> str:
 
 def _elements(tensor: Tensor, dtype: DType) -> Message:
     """A message that can be reduced."""
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.numel(), _DATATYPES[dtype]
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), _DATATYPES[dtype]
 
 
 def _bytes(tensor: Tensor) -> Message:
     """A message that is only moved; all MPIs and dtypes can."""
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.nbytes, MPI.BYTE
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.BYTE

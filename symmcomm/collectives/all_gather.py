@@ -27,10 +27,8 @@ def all_gather_into_tensor(self: Communicator, output: torch.Tensor, input: torc
 
 
 def _gather(self: Communicator, kind: Kind, input: torch.Tensor, output: torch.Tensor) -> None:
-    address, source = self.locate(input)
-    status = self.kernels.all_gather(
-        self.ctx, encode(kind, input.dtype), address, input.nbytes, source, -1, -1, output.data_ptr(), input.nbytes
-    )
+    call, num_bytes = encode(kind, input.dtype), input.nbytes
+    status = self.kernels.all_gather(self.ctx, call, input.data_ptr(), num_bytes, -1, -1, output.data_ptr(), num_bytes)
     if status:
         self.fail(status)
 
@@ -44,9 +42,8 @@ def broadcast(self: Communicator, tensor: torch.Tensor, src: int) -> None:
     """
     check_tensor(tensor, "tensor")
     check_rank(self, src, "src")
-    address, source = self.locate(tensor)
-    call = encode(Kind.broadcast, tensor.dtype, root=src)
-    status = self.kernels.all_gather(self.ctx, call, address, tensor.nbytes, source, src, -1, address, 0)
+    call, address = encode(Kind.broadcast, tensor.dtype, root=src), tensor.data_ptr()
+    status = self.kernels.all_gather(self.ctx, call, address, tensor.nbytes, src, -1, address, 0)
     if status:
         self.fail(status)
 
@@ -64,9 +61,8 @@ def gather(
     check_rank(self, dst, "dst")
     parts = check_list(self, gather_list, tensor, "gather_list", dst)
     self.targets[: len(parts)] = [part.data_ptr() for part in parts]
-    address, source = self.locate(tensor)
     call = encode(Kind.gather, tensor.dtype, root=dst)
-    status = self.kernels.all_gather(self.ctx, call, address, tensor.nbytes, source, -1, dst, 0, 0)
+    status = self.kernels.all_gather(self.ctx, call, tensor.data_ptr(), tensor.nbytes, -1, dst, 0, 0)
     if status:
         self.fail(status)
 

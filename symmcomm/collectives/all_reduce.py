@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from symmcomm.collectives.arguments import check_rank, check_tensor
@@ -14,12 +15,16 @@ if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
 
-def prepare(self: Communicator, kind: Kind, dtype: torch.dtype, op: object, root: int = -1) -> tuple[int, int, int]:
-    """(call word, itemsize, address of the reduction) of a reducing call, compiled on its first use."""
+def prepare(self: Communicator, kind: Kind, dtype: torch.dtype, op: object, root: int = -1) -> int:
+    """Address of what the kernels of a reducing call are told: call word, itemsize, compiled reduction, root. Compiles
+    on the first use of a (dtype, op), and is kept in ``reductions``."""
     own_dtype, own_op = parse_reduction(dtype, op)
-    prepared = encode(kind, dtype, own_op, root), own_dtype.itemsize, reduction(own_dtype, own_op)
-    self.prepared[kind, dtype, op, root] = prepared
-    return prepared
+    call, function = encode(kind, dtype, own_op, root), reduction(own_dtype, own_op)
+    block = np.array([call, own_dtype.itemsize, function, root], dtype=np.int64)
+    self.blocks.append(block)
+    address: int = block.ctypes.data
+    self.reductions[kind, dtype, op, root] = address
+    return address
 
 
 def all_reduce(self: Communicator, tensor: torch.Tensor, op: object = "sum") -> None:
@@ -37,17 +42,15 @@ def all_reduce(self: Communicator, tensor: torch.Tensor, op: object = "sum") -> 
         ArgumentError, DTypeError: on the calling rank. MismatchError: on all ranks. PeerError: a rank did not come.
     """
     try:
-        call, itemsize, function = self.prepared[Kind.all_reduce, tensor.dtype, op, -1]
-    except (KeyError, AttributeError, TypeError):
+        block = self.all_reductions[tensor.dtype, op]
+        fit = tensor.is_contiguous() and tensor.is_cpu
+    except (AttributeError, KeyError, TypeError, RuntimeError):
         check_tensor(tensor, "tensor")
-        call, itemsize, function = prepare(self, Kind.all_reduce, tensor.dtype, op)
-    if not (tensor.is_contiguous() and tensor.is_cpu and isinstance(tensor, torch.Tensor)):
+        block = self.all_reductions[tensor.dtype, op] = prepare(self, Kind.all_reduce, tensor.dtype, op)
+        fit = True
+    if not fit:
         check_tensor(tensor, "tensor")
-    address = tensor.data_ptr()
-    source = address - self.heap_address
-    if not 0 <= source < self.heap_bytes:
-        source = -1
-    status = self.all_reduce_entry(self.ctx, call, address, tensor.numel(), itemsize, source, function, -1)
+    status = self.all_reduce_entry(self.ctx, block, tensor.data_ptr(), tensor.numel())
     if status:
         self.fail(status)
 
@@ -56,9 +59,8 @@ def reduce(self: Communicator, tensor: torch.Tensor, dst: int, op: object = "sum
     """As ``all_reduce``, but only rank ``dst`` gets the result; the other ranks' tensors keep their values."""
     check_tensor(tensor, "tensor")
     check_rank(self, dst, "dst")
-    prepared = self.prepared.get((Kind.reduce, tensor.dtype, op, dst))
-    call, itemsize, function = prepared or prepare(self, Kind.reduce, tensor.dtype, op, dst)
-    address, source = self.locate(tensor)
-    status = self.kernels.all_reduce(self.ctx, call, address, tensor.numel(), itemsize, source, function, dst)
+    block = self.reductions.get((Kind.reduce, tensor.dtype, op, dst))
+    block = block or prepare(self, Kind.reduce, tensor.dtype, op, dst)
+    status = self.kernels.all_reduce(self.ctx, block, tensor.data_ptr(), tensor.numel())
     if status:
         self.fail(status)

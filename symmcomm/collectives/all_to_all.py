@@ -16,8 +16,6 @@ from symmcomm.kernels.cpu.all_to_all import UNEVEN
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
-_STAGED = -1
-
 
 def all_to_all_single(
     self: Communicator,
@@ -49,12 +47,9 @@ def _even(self: Communicator, output: torch.Tensor, input: torch.Tensor) -> None
         raise ArgumentError(
             f"input has {input.numel()} elements, which world_size={self.world_size} does not divide: give split sizes"
         )
-    address, source = self.locate(input)
-    if output.data_ptr() == address:
-        source = _STAGED  # peers cannot read in place what this rank overwrites
     call = encode(Kind.all_to_all_single, input.dtype)
     part = input.nbytes // self.world_size
-    status = self.kernels.all_to_all(self.ctx, call, address, part, source, -1, output.data_ptr())
+    status = self.kernels.all_to_all(self.ctx, call, input.data_ptr(), part, -1, output.data_ptr())
     if status:
         self.fail(status)
 
@@ -87,14 +82,14 @@ def _uneven(
 ) -> None:
     sizes_out, offsets_out = _row_bytes(self, output, output_split_sizes, "output")
     sizes_in, offsets_in = _row_bytes(self, input, input_split_sizes, "input")
-    target, (address, source) = output.data_ptr(), self.locate(input)
+    target, address = output.data_ptr(), input.data_ptr()
     if input.nbytes and output.nbytes and address < target + output.nbytes and target < address + input.nbytes:
         raise ArgumentError("output and input overlap, which uneven splits do not allow")
     self.outgoing[0::2], self.outgoing[1::2] = sizes_in, offsets_in
     self.expected[:] = sizes_out
     self.targets[:] = [target + offset for offset in offsets_out]
     call = encode(Kind.all_to_all_single, input.dtype)
-    status = self.kernels.all_to_all(self.ctx, call, address, UNEVEN, source, -1, 0)
+    status = self.kernels.all_to_all(self.ctx, call, address, UNEVEN, -1, 0)
     if status:
         self.fail(status)
 
@@ -115,6 +110,6 @@ def scatter(
     self.outgoing[1::2] = [part.data_ptr() for part in parts] or 0  # offsets from address 0
     self.targets[:] = tensor.data_ptr()
     call = encode(Kind.scatter, tensor.dtype, root=src)
-    status = self.kernels.all_to_all(self.ctx, call, 0, tensor.nbytes, _STAGED, src, 0)
+    status = self.kernels.all_to_all(self.ctx, call, 0, tensor.nbytes, src, 0)
     if status:
         self.fail(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from symmcomm.collectives.call import Kind
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
 _HOST_CHANNEL = 0  # of the compare-and-swap pads
+_NO_DEADLINE = nullcontext()
 
 
 def barrier(
@@ -31,7 +33,7 @@ def barrier(
         raise ArgumentError(f"algorithm={algorithm!r} is none of 'all_to_all', 'ring'")
     if protocol not in ("epoch", "cas"):
         raise ArgumentError(f"protocol={protocol!r} is none of 'epoch', 'cas'")
-    with self.deadline(timeout_s):
+    with self.deadline(timeout_s) if timeout_s is not None else _NO_DEADLINE:
         if protocol == "cas":
             status = self.kernels.swap_barrier(self.ctx, _HOST_CHANNEL, algorithm == "ring")
         elif algorithm == "ring":

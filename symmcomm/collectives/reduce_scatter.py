@@ -23,10 +23,8 @@ def reduce_scatter_tensor(self: Communicator, output: torch.Tensor, input: torch
         op: as for ``all_reduce``.
     """
     check_pair(output, input, 1, self.world_size)
-    prepared = self.prepared.get((Kind.reduce_scatter_tensor, input.dtype, op, -1))
-    call, itemsize, function = prepared or prepare(self, Kind.reduce_scatter_tensor, input.dtype, op)
-    address, source = self.locate(input)
-    count = output.numel()
-    status = self.kernels.reduce_scatter(self.ctx, call, output.data_ptr(), address, count, itemsize, source, function)
+    block = self.reductions.get((Kind.reduce_scatter_tensor, input.dtype, op, -1))
+    block = block or prepare(self, Kind.reduce_scatter_tensor, input.dtype, op)
+    status = self.kernels.reduce_scatter(self.ctx, block, output.data_ptr(), input.data_ptr(), output.numel())
     if status:
         self.fail(status)

@@ -1,6 +1,6 @@
 """Imported once by the fork server, so that each rank of :func:`symmcomm.testing.spawn.run_ranks` starts warm.
 
-What is not installed is skipped: a rank imports it itself, or does without.
+What cannot be imported is skipped: a rank that needs it shows the error, a traceback included.
 """
 
 from __future__ import annotations
@@ -9,5 +9,23 @@ import contextlib
 import importlib
 
 for _name in ("numpy", "torch", "torch.distributed", "numba", "pytest", "symmcomm.communicator"):
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(Exception):
         importlib.import_module(_name)
+
+
+def _load_kernels() -> None:
+    """Compiled code is inherited by the ranks as well."""
+    from symmcomm.kernels import cpu
+    from symmcomm.kernels.compile import compile_once
+    from symmcomm.kernels.cpu.reduce import reduction
+    from symmcomm.schedule.dtypes import DType, Op, supports
+
+    compile_once(cpu.load)
+    for dtype in DType:
+        for op in Op:
+            if supports(dtype, op):
+                reduction(dtype, op)
+
+
+with contextlib.suppress(Exception):
+    _load_kernels()

@@ -15,7 +15,7 @@ import pytest
 from symmcomm.testing.spawn import launch_command
 
 SCRIPT = str(Path(__file__).with_name("gather_script.py"))
-PYTHONPATH = {"PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}
+PYTHONPATH = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 

@@ -12,7 +12,7 @@ from numba import njit
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import meet, sync
 from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import note_sources, own_slot, window
+from symmcomm.kernels.cpu.windows import note_sources, own_slot, source_of, window
 
 
 @njit(cache=True, nogil=True)
@@ -31,8 +31,8 @@ def _take(ctx: int, tensor: int, at: int, num_bytes: int, sender: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _all_gather(ctx: int, call: int, tensor: int, num_bytes: int, source: int, sender: int, taker: int) -> int:
-    rank = c.get(ctx, c.RANK)
+def _all_gather(ctx: int, call: int, tensor: int, num_bytes: int, sender: int, taker: int) -> int:
+    rank, source = c.get(ctx, c.RANK), source_of(ctx, tensor)
     stages = source < 0 and (sender < 0 or rank == sender)
     takes = taker < 0 or rank == taker
     per_chunk = min(2 * c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES))
@@ -60,16 +60,15 @@ def _all_gather(ctx: int, call: int, tensor: int, num_bytes: int, source: int, s
 
 @njit(cache=True, nogil=True)
 def all_gather(
-    ctx: int, call: int, tensor: int, num_bytes: int, source: int, sender: int, taker: int, output: int, pitch: int
+    ctx: int, call: int, tensor: int, num_bytes: int, sender: int, taker: int, output: int, pitch: int
 ) -> int:
     """Moves ``num_bytes`` at each sender's ``tensor`` to each taker; senders and takers are one rank, or -1 for all.
 
-    ``source`` is the input's heap offset, or STAGED. What rank p sends goes to ``output + p * pitch``; with an
-    ``output`` of 0, to the address in TARGETS[p].
+    What rank p sends goes to ``output + p * pitch``; with an ``output`` of 0, to the address in TARGETS[p].
     """
     if not c.enter(ctx):
         return c.REFUSED
     if output != 0:
         for peer in range(c.get(ctx, c.WORLD_SIZE)):
             store_i64(c.get(ctx, c.TARGETS) + 8 * peer, output + peer * pitch)
-    return c.leave(ctx, _all_gather(ctx, call, tensor, num_bytes, source, sender, taker))
+    return c.leave(ctx, _all_gather(ctx, call, tensor, num_bytes, sender, taker))

@@ -23,7 +23,7 @@ from numba import njit
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import meet, sync
 from symmcomm.kernels.cpu.primitives import call_5, load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import STAGED, note_sources, own_slot, slice_start, window
+from symmcomm.kernels.cpu.windows import STAGED, note_sources, own_slot, slice_start, source_of, window
 
 _TILE_BYTES = 32 << 10  # reduced and sent on while still in the first-level cache
 
@@ -102,10 +102,9 @@ def _collect(ctx: int, epoch: int, chunk: int, count: int, itemsize: int) -> Non
 
 
 @njit(cache=True, nogil=True)
-def _two_shot(
-    ctx: int, call: int, tensor: int, count: int, itemsize: int, source: int, function: int, root: int
-) -> int:
+def _two_shot(ctx: int, call: int, tensor: int, count: int, itemsize: int, function: int, root: int) -> int:
     per_chunk = min(c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES) // 2) // itemsize
+    source = source_of(ctx, tensor)
     if source < 0:
         _copy_in(ctx, own_slot(ctx, c.get(ctx, c.EPOCH) + 1), tensor, min(per_chunk, count), itemsize)
     status = meet(ctx, call, count, source, 0)
@@ -129,15 +128,14 @@ def _two_shot(
 
 
 @njit(cache=True, nogil=True)
-def all_reduce(
-    ctx: int, call: int, tensor: int, count: int, itemsize: int, source: int, function: int, root: int
-) -> int:
-    """Reduces ``count`` elements at ``tensor`` over all ranks with ``function`` (see ``reduce``); ``source`` is the
-    tensor's heap offset, or STAGED."""
+def all_reduce(ctx: int, reduction: int, tensor: int, count: int) -> int:
+    """Reduces ``count`` elements at ``tensor`` over all ranks, as the ``reduction`` (see ``reduce``) says."""
     if not c.enter(ctx):
         return c.REFUSED
+    call, itemsize, function = load_i64(reduction), load_i64(reduction + 8), load_i64(reduction + 16)
+    root = load_i64(reduction + 24)
     if c.get(ctx, c.WORLD_SIZE) == 1:
         return c.leave(ctx, c.OK)
     if count * itemsize <= c.get(ctx, c.ONE_SHOT_BYTES):
         return c.leave(ctx, _one_shot(ctx, call, tensor, count, itemsize, function, root))
-    return c.leave(ctx, _two_shot(ctx, call, tensor, count, itemsize, source, function, root))
+    return c.leave(ctx, _two_shot(ctx, call, tensor, count, itemsize, function, root))

@@ -13,7 +13,7 @@ from numba import njit
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import VOTE, describe, described, meet, sync
 from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import note_sources, own_slot, window
+from symmcomm.kernels.cpu.windows import STAGED, note_sources, own_slot, source_of, window
 
 UNEVEN = -1
 
@@ -109,7 +109,9 @@ def _take(ctx: int, tensor: int, at: int, area: int, sender: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _all_to_all(ctx: int, call: int, tensor: int, count: int, source: int, sender: int) -> int:
+def _all_to_all(ctx: int, call: int, tensor: int, count: int, sender: int, output: int) -> int:
+    # Peers cannot read in place what this rank overwrites.
+    source = STAGED if output == tensor else source_of(ctx, tensor)
     stages = source < 0 and (sender < 0 or c.get(ctx, c.RANK) == sender)
     budget = min(2 * c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES))
     area = max(64, budget // c.get(ctx, c.WORLD_SIZE) // 64 * 64)
@@ -142,7 +144,7 @@ def _all_to_all(ctx: int, call: int, tensor: int, count: int, source: int, sende
 
 
 @njit(cache=True, nogil=True)
-def all_to_all(ctx: int, call: int, tensor: int, count: int, source: int, sender: int, output: int) -> int:
+def all_to_all(ctx: int, call: int, tensor: int, count: int, sender: int, output: int) -> int:
     """Moves the part that each sender (a rank, or -1 for all) has for this rank to TARGETS[sender].
 
     ``count`` is the bytes of every part, or UNEVEN; the scratch tables hold what goes and comes: OUTGOING pairs (bytes,
@@ -153,4 +155,4 @@ def all_to_all(ctx: int, call: int, tensor: int, count: int, source: int, sender
         return c.REFUSED
     if output != 0:
         _fill_even(ctx, count, output)
-    return c.leave(ctx, _all_to_all(ctx, call, tensor, count, source, sender))
+    return c.leave(ctx, _all_to_all(ctx, call, tensor, count, sender, output))

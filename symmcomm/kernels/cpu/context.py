@@ -24,7 +24,8 @@ DELAY_NS = 31  # fault injection: how long this rank sleeps before each of its s
 # Who disagrees, and where it stands: 0 in the opening lines, 1 in votes, else the address of a line.
 MISMATCH_PEER, MISMATCH_LINE = 32, 33
 SPLITS, INCOMING, OUTGOING, EXPECTED = 34, 35, 36, 37  # an all-to-all's table, and its scratch
-NUM_FIELDS = 38
+HEAP_BYTES = 38  # of this rank's part of the address space
+NUM_FIELDS = 39
 
 OPEN, IN_CALL, CLOSED, FAILED, FORKED = 0, 1, 2, 3, 4  # values of STATE
 OK, STOPPED, MISMATCH, REFUSED = 0, 1, 2, 3  # what a kernel returns; STOPPED: a wait, by POLL; REFUSED: not OPEN

@@ -12,8 +12,8 @@ from numba import njit
 
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import meet, sync
-from symmcomm.kernels.cpu.primitives import call_5, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import note_sources, own_slot, window
+from symmcomm.kernels.cpu.primitives import call_5, load_i64, memcpy, store_i64
+from symmcomm.kernels.cpu.windows import note_sources, own_slot, source_of, window
 
 
 @njit(cache=True, nogil=True)
@@ -27,11 +27,10 @@ def _copy_in(ctx: int, epoch: int, tensor: int, at: int, per_chunk: int, count: 
 
 
 @njit(cache=True, nogil=True)
-def _reduce_scatter(
-    ctx: int, call: int, output: int, tensor: int, count: int, itemsize: int, source: int, function: int
-) -> int:
+def _reduce_scatter(ctx: int, call: int, output: int, tensor: int, count: int, itemsize: int, function: int) -> int:
     rank, world_size, addresses = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.ADDRESSES)
     budget = min(2 * c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES))
+    source = source_of(ctx, tensor)
     per_chunk = max(64, budget // world_size // 64 * 64) // itemsize
     if source < 0:
         _copy_in(ctx, c.get(ctx, c.EPOCH) + 1, tensor, 0, per_chunk, count, itemsize)
@@ -59,15 +58,14 @@ def _reduce_scatter(
 
 
 @njit(cache=True, nogil=True)
-def reduce_scatter(
-    ctx: int, call: int, output: int, tensor: int, count: int, itemsize: int, source: int, function: int
-) -> int:
-    """Reduces part ``rank`` of the ``world_size`` × ``count`` elements at ``tensor`` into ``output``; ``source`` is the
-    input's heap offset, or STAGED."""
+def reduce_scatter(ctx: int, reduction: int, output: int, tensor: int, count: int) -> int:
+    """Reduces part ``rank`` of the ``world_size`` × ``count`` elements at ``tensor`` into ``output``, as the
+    ``reduction`` (see ``reduce``) says."""
     if not c.enter(ctx):
         return c.REFUSED
+    call, itemsize, function = load_i64(reduction), load_i64(reduction + 8), load_i64(reduction + 16)
     if c.get(ctx, c.WORLD_SIZE) == 1:
         if output != tensor:
             memcpy(output, tensor, count * itemsize)
         return c.leave(ctx, c.OK)
-    return c.leave(ctx, _reduce_scatter(ctx, call, output, tensor, count, itemsize, source, function))
+    return c.leave(ctx, _reduce_scatter(ctx, call, output, tensor, count, itemsize, function))

@@ -18,6 +18,13 @@ STAGED = -1
 
 
 @njit(cache=True, nogil=True)
+def source_of(ctx: int, address: int) -> int:
+    """Heap offset of a tensor of this rank, or STAGED if it lies elsewhere."""
+    offset = address - c.peer_address(ctx, c.get(ctx, c.RANK), 0)
+    return offset if 0 <= offset < c.get(ctx, c.HEAP_BYTES) else STAGED
+
+
+@njit(cache=True, nogil=True)
 def note_sources(ctx: int, epoch: int, root: int) -> tuple[int, int]:
     """Keeps what the senders (``root``, or all if negative) announced at the epoch. Returns how many are staged, and
     how many are read in place."""

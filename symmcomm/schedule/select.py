@@ -43,7 +43,7 @@ def choose(world_size: int, num_cores: int, slot_bytes: int, spin: int = -1) -> 
         one_shot //= 2
     return Tuning(
         one_shot_bytes=one_shot,
-        chunk_bytes=slot_bytes // 2 if crowded else min(256 << 10, slot_bytes // 2),
+        chunk_bytes=slot_bytes // 2 if crowded else min(128 << 10, slot_bytes // 2),
         spins=spin if spin >= 0 else (20 if crowded else 1000),
         yields=20,
     )

@@ -34,6 +34,7 @@ from symmcomm.kernels.cpu import context as c
 from symmcomm.memory.exchange import DescriptorExchange
 from symmcomm.memory.handle import SymmetricHandle
 from symmcomm.memory.heap import SymmetricHeap
+from symmcomm.memory.private import agree_on_reading
 from symmcomm.memory.signals import ControlLayout
 from symmcomm.memory.status import Fate, Report, StatusPage
 from symmcomm.schedule.select import choose
@@ -50,6 +51,7 @@ class Communicator:
         rank, world_size: of this process.
         settings: the SYMMCOMM_* variables in force.
         num_cores: cores that the ranks share; with fewer than ranks, waiting ranks yield early.
+        single_copy: whether ranks may read each other's ordinary tensors (``memory.private``).
         bootstrap_name: how the ranks found each other.
     """
 
@@ -73,17 +75,20 @@ class Communicator:
         all_gather: Callable[[bytes], list[bytes]],
         settings: Settings,
         num_cores: int,
+        single_copy: bool,
         bootstrap_name: str,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.settings, self.num_cores, self.bootstrap_name = settings, num_cores, bootstrap_name
+        self.single_copy = single_copy
         self.kernels = cpu.load()
         self.all_reduce_entry = self.kernels.all_reduce
         self.all_reductions: dict[tuple[object, ...], int] = {}
         self.reductions: dict[tuple[object, ...], int] = {}
+        self.calls: dict[tuple[object, ...], tuple[int, int]] = {}
         self.blocks: list[NDArray[np.int64]] = []
         self.layout = ControlLayout.create(world_size, settings.staging_bytes)
-        self.tuning = choose(world_size, num_cores, self.layout.slot_bytes, settings.spin)
+        self.tuning = choose(world_size, num_cores, self.layout.slot_bytes, single_copy, settings.spin)
         exchange = DescriptorExchange(rank, world_size, all_gather, settings.timeout_s)
         self.heap = SymmetricHeap(rank, world_size, self.layout.end, settings.heap_max_bytes, exchange)
         self.heap_address, self.heap_bytes = self.heap.own_address, self.heap.stride
@@ -99,7 +104,17 @@ class Communicator:
     def _fill_context(self) -> None:
         """Lays out the fields and scratch tables that kernels read (``kernels.cpu.context``)."""
         layout, world_size = self.layout, self.world_size
-        tables = (c.ADDRESSES, c.SOURCES, c.TARGETS, c.CHUNKS_SENT, c.CHUNKS_TAKEN, c.EXPECTED, c.INCOMING, c.OUTGOING)
+        tables = (
+            c.PIDS,
+            c.ADDRESSES,
+            c.SOURCES,
+            c.TARGETS,
+            c.CHUNKS_SENT,
+            c.CHUNKS_TAKEN,
+            c.EXPECTED,
+            c.INCOMING,
+            c.OUTGOING,
+        )
         sizes = [2 * world_size if table in (c.INCOMING, c.OUTGOING) else world_size for table in tables]
         context = np.zeros(c.NUM_FIELDS + c.TILE_ELEMENTS + sum(sizes), dtype=np.int64)
         self._context, self.ctx = context, context.ctypes.data
@@ -108,6 +123,7 @@ class Communicator:
             views[table] = context[start : start + size]
             context[table] = views[table].ctypes.data
             start += size
+        views[c.PIDS][:] = self.heap.exchange.pids
         self.targets, self.expected, self.outgoing = views[c.TARGETS], views[c.EXPECTED], views[c.OUTGOING]
         fields = {
             c.BASE: self.heap.base, c.STRIDE: self.heap.stride, c.RANK: self.rank, c.WORLD_SIZE: world_size,
@@ -115,6 +131,8 @@ class Communicator:
             c.SPLITS: layout.splits, c.SIGNAL_PAD: layout.signal_pad, c.MESSAGES: layout.messages,
             c.MESSAGE_BYTES: layout.message_bytes, c.STAGING: layout.staging, c.SLOT_BYTES: layout.slot_bytes,
             c.CHUNK_BYTES: self.tuning.chunk_bytes, c.ONE_SHOT_BYTES: self.tuning.one_shot_bytes,
+            c.IN_PLACE_BYTES: self.tuning.in_place_bytes, c.SINGLE_COPY_BYTES: self.tuning.single_copy_bytes,
+            c.REDUCED_SINGLE_COPY_BYTES: self.tuning.reduced_single_copy_bytes,
             c.SPINS: self.tuning.spins, c.YIELDS: self.tuning.yields,
             c.TILE: context[c.NUM_FIELDS :].ctypes.data, c.HEAP_BYTES: self.heap_bytes,
         }  # fmt: skip
@@ -195,7 +213,9 @@ class Communicator:
             return [everybody[peer] for peer in members]
 
         name = f"split of {self.world_size} ranks"
-        return Communicator(members.index(self.rank), len(members), all_gather, self.settings, self.num_cores, name)
+        return Communicator(
+            members.index(self.rank), len(members), all_gather, self.settings, self.num_cores, self.single_copy, name
+        )
 
     def close(self) -> None:
         """Collective. Waits for all ranks and gives everything back; tensors on the heap stay readable. Repeating it is
@@ -309,10 +329,11 @@ def init(group: dist.ProcessGroup | None = None, *, settings: Settings | None = 
 
         check_same_host(bootstrap, timeout_s)
         num_cores = _agree(rank, settings, all_gather)
+        single_copy = agree_on_reading(rank, settings.single_copy, all_gather)
         if rank == 0:
             compile_once(cpu.load)  # fills Numba's cache for the others
         all_gather(b"kernels are compiled")
-        return Communicator(rank, world_size, all_gather, settings, num_cores, bootstrap.name)
+        return Communicator(rank, world_size, all_gather, settings, num_cores, single_copy, bootstrap.name)
     finally:
         bootstrap.close()
 

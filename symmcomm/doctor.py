@@ -54,7 +54,7 @@ def _never_raises(probe: Callable[..., Probe]) -> Callable[..., Probe]:
     def guarded(*args: Any) -> Probe:
         try:
             return probe(*args)
-        except Exception as error:  # noqa: BLE001  whatever it is, it is the reason
+        except Exception as error:  # whatever it is, it is the reason
             return Probe(Status.refused, f"{type(error).__name__}: {error}")
 
     return guarded
@@ -217,7 +217,7 @@ class Diagnosis:
 
 
 def examine(nproc: int | None = None) -> Diagnosis:
-    """Probes everything; with ``nproc``, also starts so many ranks. Raises ArgumentError for a bad SYMMCOMM_* variable."""
+    """Probes everything; with ``nproc``, also starts ranks. Raises ArgumentError for a bad SYMMCOMM_* variable."""
     found = {"python": platform.python_version()} | versions()
     for mpi in find_mpis().values():
         found[mpi.name] = f"{mpi.version} ({mpi.launcher})"

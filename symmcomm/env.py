@@ -70,6 +70,10 @@ class Settings:
         8 << 20,
         "buffer per rank through which ordinary (non-symmetric) tensors pass",
     )
+    single_copy: bool = _variable(
+        "SYMMCOMM_SINGLE_COPY", _parse_bool, True,
+        "0 forbids that ranks read each other's ordinary tensors (process_vm_readv); they are staged then",
+    )
     pin: bool = _variable("SYMMCOMM_PIN", _parse_bool, False, "1 pins each rank to one CPU core")
     spin: int = _variable(
         "SYMMCOMM_SPIN", int, -1, "polls before a waiting rank yields its core; -1 chooses by ranks and cores"

@@ -132,7 +132,7 @@ class Watch:
 
     def stop(self) -> BaseException:
         """Takes the error of a stopped wait, and tells the peers."""
-        error, self.error = self.error or KeyboardInterrupt(), None
+        error, self.error = self.error or self._unread(), None
         if isinstance(error, PeerDiedError):
             report = Report(Fate.PEER_DIED, error.rank, error.pid, str(error))
         elif isinstance(error, PeerTimeoutError):
@@ -141,6 +141,15 @@ class Watch:
             report = Report(Fate.RAISED, self.rank, 0, f"{type(error).__name__}: {error}")
         self.pages[self.rank].stop(report)
         return error
+
+    def _unread(self) -> BaseException:
+        """Why a kernel stopped that was not told to: a peer's memory could not be read."""
+        peer = int(self._context[c.WAIT_PEER])
+        for _ in range(50):  # a process that is being killed loses its memory a moment before it is gone
+            if error := self._failure():
+                return error
+            time.sleep(0.002)
+        return PeerAbortedError(f"the memory of rank {peer} (pid {self.pids[peer]}) cannot be read", peer)
 
     def close(self) -> None:
         """Closes the descriptors that watch the peers' processes."""

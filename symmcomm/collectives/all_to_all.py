@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmcomm.collectives.arguments import check_list, check_pair, check_rank, check_tensor
+from symmcomm.collectives.arguments import check_list, check_tensor, prepare_pair, prepare_rooted
 from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError, DTypeError
 from symmcomm.kernels.cpu.all_to_all import UNEVEN
@@ -42,14 +42,13 @@ def all_to_all_single(
 
 
 def _even(self: Communicator, output: torch.Tensor, input: torch.Tensor) -> None:
-    check_pair(output, input, 1, 1)
-    if input.numel() % self.world_size:
+    call, itemsize = prepare_pair(self, Kind.all_to_all_single, output, input, 1, 1)
+    part, rest = divmod(input.numel(), self.world_size)
+    if rest:
         raise ArgumentError(
             f"input has {input.numel()} elements, which world_size={self.world_size} does not divide: give split sizes"
         )
-    call = encode(Kind.all_to_all_single, input.dtype)
-    part = input.nbytes // self.world_size
-    status = self.kernels.all_to_all(self.ctx, call, input.data_ptr(), part, -1, output.data_ptr())
+    status = self.kernels.all_to_all(self.ctx, call, input.data_ptr(), part * itemsize, -1, output.data_ptr())
     if status:
         self.fail(status)
 
@@ -103,13 +102,12 @@ def scatter(
         tensor: contiguous, any dtype, the same element count on all ranks; receives this rank's part.
         scatter_list: on ``src`` world_size tensors like ``tensor``, elsewhere None.
     """
-    check_tensor(tensor, "tensor")
-    check_rank(self, src, "src")
+    call, itemsize = prepare_rooted(self, Kind.scatter, tensor, src, "src")
+    num_bytes = tensor.numel() * itemsize
     parts = check_list(self, scatter_list, tensor, "scatter_list", src)
-    self.outgoing[0::2] = tensor.nbytes if parts else 0
+    self.outgoing[0::2] = num_bytes if parts else 0
     self.outgoing[1::2] = [part.data_ptr() for part in parts] or 0  # offsets from address 0
     self.targets[:] = tensor.data_ptr()
-    call = encode(Kind.scatter, tensor.dtype, root=src)
-    status = self.kernels.all_to_all(self.ctx, call, 0, tensor.nbytes, src, 0)
+    status = self.kernels.all_to_all(self.ctx, call, 0, num_bytes, src, 0)
     if status:
         self.fail(status)

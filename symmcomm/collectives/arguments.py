@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError, DTypeError
 
 if TYPE_CHECKING:
@@ -41,6 +42,54 @@ def check_pair(output: torch.Tensor, input: torch.Tensor, outputs_per_input: int
             f"output has {output.numel()} elements (shape {tuple(output.shape)}), input {input.numel()} "
             f"(shape {tuple(input.shape)}): expected {outputs_per_input} of output to {inputs_per_output} of input"
         )
+
+
+def prepare_pair(
+    comm: Communicator,
+    kind: Kind,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    outputs_per_input: int,
+    inputs_per_output: int,
+) -> tuple[int, int]:
+    """Checks the two tensors of a call (see ``check_pair``); returns its word (``collectives.call``) and the itemsize.
+
+    The look-up is for speed: most calls are right, and like one before.
+    """
+    try:
+        prepared = comm.calls[kind, input.dtype]
+        fit = (
+            output.dtype is input.dtype
+            and output.numel() * inputs_per_output == input.numel() * outputs_per_input
+            and output.is_contiguous()
+            and input.is_contiguous()
+            and output.is_cpu
+            and input.is_cpu
+        )
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        fit = False
+    if not fit:
+        check_pair(output, input, outputs_per_input, inputs_per_output)
+        prepared = encode(kind, input.dtype), input.dtype.itemsize
+        if not input.dtype.is_complex:  # these may be lazily conjugated, which only check_tensor sees
+            comm.calls[kind, input.dtype] = prepared
+    return prepared
+
+
+def prepare_rooted(comm: Communicator, kind: Kind, tensor: torch.Tensor, root: int, name: str) -> tuple[int, int]:
+    """As ``prepare_pair``, for the one tensor of a call with a root."""
+    try:
+        prepared = comm.calls[kind, tensor.dtype, root]
+        fit = tensor.is_contiguous() and tensor.is_cpu
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        fit = False
+    if not fit:
+        check_tensor(tensor, "tensor")
+        check_rank(comm, root, name)
+        prepared = encode(kind, tensor.dtype, root=root), tensor.dtype.itemsize
+        if not tensor.dtype.is_complex:
+            comm.calls[kind, tensor.dtype, root] = prepared
+    return prepared
 
 
 def check_rank(comm: Communicator, rank: object, name: str) -> None:

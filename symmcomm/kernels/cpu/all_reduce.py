@@ -6,14 +6,20 @@
 writes it into slice r of all tensors; barrier. Nobody but rank r touches slice r between the two, so no copy is needed;
 the second barrier makes the results visible and ends the reading.
 
-**Two-shot staged** (any tensor is ordinary): a pipeline over chunks with one barrier a step. Before barrier e a rank
-copies chunk k into slot e, and reduces its slice of chunk k - 1, which peers hold in slots e - 1, into the result half
-of slot e; after e it collects the reduced slices of chunk k - 1. By the rule of two parities (see ``barrier``) the
-slots of e - 1 stay as they are until this rank arrives at e. A symmetric tensor among ordinary ones is read in place:
-its owner writes chunk k - 1 only after barrier e, when all have read it.
+**Two-shot by single copies** (large tensors, some private to their processes): barrier; rank r reduces slice r of all
+tensors into slice r of its own; barrier; it copies the other slices out of their owners' tensors; barrier. Between the
+first two only slice r of rank r's tensor is written, and only rank r reads slice r elsewhere; between the last two only
+slice p of rank p's tensor is read, and rank p does not write that.
 
-The order of the sum is that of the ranks in all three, and one rank computes each element (or all compute it alike), so
-the bits are the same on every rank and for every path.
+**Two-shot staged**: a pipeline over chunks with one barrier a step. Before barrier e a rank copies chunk k into slot e,
+and reduces its slice of chunk k - 1, which peers hold in slots e - 1, into the result half of slot e; after e it
+collects the reduced slices of chunk k - 1. By the rule of two parities (see ``barrier``) the slots of e - 1 stay as
+they are until this rank arrives at e. A symmetric tensor among ordinary ones is read in place: its owner writes chunk
+k - 1 only after barrier e, when all have read it.
+
+The order of the sum is that of the ranks in all of them, and one rank computes each element (or all compute it alike),
+so the bits are the same on every rank and for every path. Which path is taken follows from the size and from what all
+ranks announce, so all take the same.
 """
 
 from __future__ import annotations
@@ -23,7 +29,16 @@ from numba import njit
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import meet, sync
 from symmcomm.kernels.cpu.primitives import call_5, load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import STAGED, note_sources, own_slot, slice_start, source_of, window
+from symmcomm.kernels.cpu.windows import (
+    STAGED,
+    fetch,
+    gather_addresses,
+    note_sources,
+    own_slot,
+    slice_start,
+    source_of,
+    window,
+)
 
 _TILE_BYTES = 32 << 10  # reduced and sent on while still in the first-level cache
 
@@ -35,12 +50,10 @@ def _reduce(ctx: int, function: int, destination: int, count: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _one_shot(ctx: int, call: int, tensor: int, count: int, itemsize: int, function: int, root: int) -> int:
-    rank, epoch, addresses = c.get(ctx, c.RANK), c.get(ctx, c.EPOCH) + 1, c.get(ctx, c.ADDRESSES)
-    memcpy(own_slot(ctx, epoch), tensor, count * itemsize)
-    status = meet(ctx, call, count, STAGED, 0)
-    if status != c.OK or (root >= 0 and rank != root):
-        return status
+def _one_shot(ctx: int, tensor: int, count: int, function: int, root: int) -> int:
+    rank, epoch, addresses = c.get(ctx, c.RANK), c.get(ctx, c.EPOCH), c.get(ctx, c.ADDRESSES)
+    if root >= 0 and rank != root:
+        return c.OK
     for peer in range(c.get(ctx, c.WORLD_SIZE)):
         store_i64(addresses + 8 * peer, c.peer_address(ctx, peer, c.slot_offset(ctx, epoch)))
     store_i64(addresses + 8 * rank, tensor)
@@ -63,6 +76,28 @@ def _in_place(ctx: int, count: int, itemsize: int, function: int, root: int) -> 
         _reduce(ctx, function, result, n)
         for hop in range(1, world_size if root < 0 else 1):
             memcpy(load_i64(addresses + 8 * ((rank + hop) % world_size)), result, n * itemsize)
+    return c.OK if sync(ctx) else c.STOPPED
+
+
+@njit(cache=True, nogil=True)
+def _by_single_copies(ctx: int, tensor: int, count: int, itemsize: int, function: int) -> int:
+    rank, world_size, epoch = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.EPOCH)
+    start, end = slice_start(count, world_size, rank, itemsize), slice_start(count, world_size, rank + 1, itemsize)
+    step = min(c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES) // world_size) // itemsize
+    for at in range(start, end, step):
+        n = min(step, end - at)
+        if not gather_addresses(ctx, epoch, 0, at * itemsize, n * itemsize):
+            return c.STOPPED
+        store_i64(c.get(ctx, c.ADDRESSES) + 8 * rank, tensor + at * itemsize)
+        _reduce(ctx, function, tensor + at * itemsize, n)
+    if not sync(ctx):
+        return c.STOPPED
+    for hop in range(1, world_size):
+        peer = (rank + hop) % world_size
+        at = slice_start(count, world_size, peer, itemsize) * itemsize
+        num_bytes = slice_start(count, world_size, peer + 1, itemsize) * itemsize - at
+        if num_bytes > 0 and not fetch(ctx, peer, epoch, 0, at, tensor + at, num_bytes):
+            return c.STOPPED
     return c.OK if sync(ctx) else c.STOPPED
 
 
@@ -102,20 +137,13 @@ def _collect(ctx: int, epoch: int, chunk: int, count: int, itemsize: int) -> Non
 
 
 @njit(cache=True, nogil=True)
-def _two_shot(ctx: int, call: int, tensor: int, count: int, itemsize: int, function: int, root: int) -> int:
-    per_chunk = min(c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES) // 2) // itemsize
-    source = source_of(ctx, tensor)
-    if source < 0:
-        _copy_in(ctx, own_slot(ctx, c.get(ctx, c.EPOCH) + 1), tensor, min(per_chunk, count), itemsize)
-    status = meet(ctx, call, count, source, 0)
-    if status != c.OK:
-        return status
-    if note_sources(ctx, c.get(ctx, c.EPOCH), -1)[0] == 0:
-        return _in_place(ctx, count, itemsize, function, root)
+def _staged(
+    ctx: int, tensor: int, count: int, itemsize: int, per_chunk: int, source: int, function: int, root: int
+) -> int:
     takes = root < 0 or c.get(ctx, c.RANK) == root
     for at in range(0, count, per_chunk):
         epoch, following = c.get(ctx, c.EPOCH), at + per_chunk
-        if source < 0 and following < count:
+        if source == STAGED and following < count:
             slot, chunk = own_slot(ctx, epoch + 1), tensor + following * itemsize
             _copy_in(ctx, slot, chunk, min(per_chunk, count - following), itemsize)
         n = min(per_chunk, count - at)
@@ -128,6 +156,36 @@ def _two_shot(ctx: int, call: int, tensor: int, count: int, itemsize: int, funct
 
 
 @njit(cache=True, nogil=True)
+def _all_reduce(ctx: int, call: int, tensor: int, count: int, itemsize: int, function: int, root: int) -> int:
+    num_bytes = count * itemsize
+    small = num_bytes <= c.get(ctx, c.ONE_SHOT_BYTES)
+    source = STAGED
+    if num_bytes >= c.get(ctx, c.IN_PLACE_BYTES):
+        single = root < 0 and num_bytes >= c.get(
+            ctx, c.REDUCED_SINGLE_COPY_BYTES
+        )  # with a root, tensors stay as they are
+        source = source_of(ctx, tensor, single)
+    per_chunk = min(c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES) // 2) // itemsize
+    if source == STAGED:
+        slot = own_slot(ctx, c.get(ctx, c.EPOCH) + 1)
+        if small:
+            memcpy(slot, tensor, num_bytes)
+        else:
+            _copy_in(ctx, slot, tensor, min(per_chunk, count), itemsize)
+    status = meet(ctx, call, count, source, 0)
+    if status != c.OK:
+        return status
+    num_symmetric, num_private, num_staged = note_sources(ctx, c.get(ctx, c.EPOCH), -1)
+    if num_staged + num_private == 0:
+        return _in_place(ctx, count, itemsize, function, root)
+    if num_private > 0:
+        return _by_single_copies(ctx, tensor, count, itemsize, function)
+    if small and num_symmetric == 0:
+        return _one_shot(ctx, tensor, count, function, root)
+    return _staged(ctx, tensor, count, itemsize, per_chunk, source, function, root)
+
+
+@njit(cache=True, nogil=True)
 def all_reduce(ctx: int, reduction: int, tensor: int, count: int) -> int:
     """Reduces ``count`` elements at ``tensor`` over all ranks, as the ``reduction`` (see ``reduce``) says."""
     if not c.enter(ctx):
@@ -136,6 +194,4 @@ def all_reduce(ctx: int, reduction: int, tensor: int, count: int) -> int:
     root = load_i64(reduction + 24)
     if c.get(ctx, c.WORLD_SIZE) == 1:
         return c.leave(ctx, c.OK)
-    if count * itemsize <= c.get(ctx, c.ONE_SHOT_BYTES):
-        return c.leave(ctx, _one_shot(ctx, call, tensor, count, itemsize, function, root))
-    return c.leave(ctx, _two_shot(ctx, call, tensor, count, itemsize, function, root))
+    return c.leave(ctx, _all_reduce(ctx, call, tensor, count, itemsize, function, root))

@@ -25,7 +25,10 @@ DELAY_NS = 31  # fault injection: how long this rank sleeps before each of its s
 MISMATCH_PEER, MISMATCH_LINE = 32, 33
 SPLITS, INCOMING, OUTGOING, EXPECTED = 34, 35, 36, 37  # an all-to-all's table, and its scratch
 HEAP_BYTES = 38  # of this rank's part of the address space
-NUM_FIELDS = 39
+# Least sizes read out of tensors themselves: all-reduce of symmetric, of ordinary ones; other calls on ordinary ones.
+IN_PLACE_BYTES, REDUCED_SINGLE_COPY_BYTES, SINGLE_COPY_BYTES = 39, 40, 41
+PIDS = 42  # process ids, one a peer
+NUM_FIELDS = 43
 
 OPEN, IN_CALL, CLOSED, FAILED, FORKED = 0, 1, 2, 3, 4  # values of STATE
 OK, STOPPED, MISMATCH, REFUSED = 0, 1, 2, 3  # what a kernel returns; STOPPED: a wait, by POLL; REFUSED: not OPEN

@@ -1,11 +1,39 @@
-"""Where the ranks' tensors lie in a test, guarded on both sides against writes beyond them."""
+"""Where the ranks' tensors lie in a test, guarded on both sides against writes beyond them, and how they move."""
 
 from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+import symmcomm
 from symmcomm import Communicator
+from symmcomm.kernels.cpu import context as c
+
+PATHS = {
+    "staged": {"SYMMCOMM_STAGING_BYTES": "1", "SYMMCOMM_SINGLE_COPY": "0"},
+    "direct": {"SYMMCOMM_STAGING_BYTES": "1", "SYMMCOMM_SINGLE_COPY": "1"},
+}
+"""Environments. ``staged``: ordinary tensors go through staging slots, of the least size: many chunks, cheaply.
+``direct``: whatever the size, ordinary tensors are read out of their processes, symmetric ones where they lie."""
+
+
+@contextlib.contextmanager
+def communicator(path: str) -> Iterator[Communicator]:
+    """``init`` on a path; its environment is the caller's business."""
+    with symmcomm.init() as comm:
+        if path == "direct":
+            fields = [c.IN_PLACE_BYTES]
+            if comm.single_copy:  # else the system forbids it: ordinary tensors are staged
+                fields += [c.SINGLE_COPY_BYTES, c.REDUCED_SINGLE_COPY_BYTES]
+            for field in fields:
+                ctypes.c_int64.from_address(comm.ctx + 8 * field).value = 1
+        comm.barrier()
+        yield comm
+
 
 PLACEMENTS = ("ordinary", "symmetric", "shifted", "mixed")
 """``symmetric``: at one offset on all ranks; ``shifted``: at offsets that differ; ``mixed``: that on odd ranks only."""

@@ -8,7 +8,8 @@ from itertools import product
 
 import pytest
 import torch
-from placements import PLACEMENTS, Arena
+from placements import PATHS, PLACEMENTS, Arena, communicator
+from torch import Tensor
 
 import symmcomm
 from symmcomm import Communicator
@@ -20,7 +21,6 @@ from symmcomm.testing.oracle import check_bits, emulate, make_input
 from symmcomm.testing.spawn import run_ranks
 
 VARIANTS = list(product(("all_to_all", "ring"), ("epoch", "cas")))
-SMALL_STAGING = {"SYMMCOMM_STAGING_BYTES": "1"}
 
 
 class Counters:
@@ -102,48 +102,50 @@ def test_signals_with_a_late_rank(world_size: int) -> None:
 
 
 def check_all_collectives(comm: Communicator, arena: Arena, count: int, placement: str, seed: int, what: str) -> None:
+    """Each input is overwritten as soon as a call returns: no peer may still be reading it."""
     world_size, rank, ranks = comm.world_size, comm.rank, range(comm.world_size)
     inputs = [make_input(peer, count * world_size, DType.float32, seed) for peer in ranks]
     own, mine, root = inputs[rank], slice(rank * count, (rank + 1) * count), seed % world_size
     total = emulate(inputs, DType.float32, Op.sum)
+    output, gathered = torch.empty(count), torch.empty(count * world_size)
 
+    def check(name: str, got: Tensor, expected: Tensor, *used: Tensor) -> None:
+        copy = got.clone()
+        for tensor in used:
+            tensor.fill_(-7)
+        check_bits(copy, expected, f"{name}, {what}")
+
+    comm.all_reduce(tensor := arena.place(own, placement))
+    check("all_reduce", tensor, total, tensor)
+    comm.reduce(tensor := arena.place(own, placement), root)
+    check("reduce", tensor, total if rank == root else own, tensor)
+    comm.reduce_scatter_tensor(output, tensor := arena.place(own, placement))
+    check("reduce_scatter", output, total[mine], tensor)
+    comm.all_gather_into_tensor(gathered, tensor := arena.place(own[:count], placement))
+    check("all_gather", gathered, torch.cat([part[:count] for part in inputs]), tensor)
+    comm.all_to_all_single(gathered, tensor := arena.place(own, placement))
+    check("all_to_all", gathered, torch.cat([part[mine] for part in inputs]), tensor)
+    sizes = [count] * world_size
+    comm.all_to_all_single(gathered, tensor := arena.place(own, placement), sizes, sizes)
+    check("all_to_all with splits", gathered, torch.cat([part[mine] for part in inputs]), tensor)
+    comm.broadcast(tensor := arena.place(own, placement), root)
+    check("broadcast", tensor, inputs[root], tensor)
+    parts = list(torch.empty(world_size, count)) if rank == root else None
+    comm.gather(tensor := arena.place(own[:count], placement), parts, root)
+    expected = torch.cat([part[:count] for part in (inputs if parts else [own])])
+    check("gather", torch.cat(parts or [tensor]), expected, tensor)
     tensor = arena.place(own, placement)
-    comm.all_reduce(tensor)
-    check_bits(tensor, total, f"all_reduce, {what}")
-    tensor = arena.place(own, placement)
-    comm.reduce(tensor, root)
-    check_bits(tensor, total if rank == root else own, f"reduce, {what}")
-    tensor, output = arena.place(own, placement), torch.empty(count)
-    comm.reduce_scatter_tensor(output, tensor)
-    check_bits(output, total[mine], f"reduce_scatter, {what}")
-    tensor, gathered = arena.place(own[:count], placement), torch.empty(count * world_size)
-    comm.all_gather_into_tensor(gathered, tensor)
-    check_bits(gathered, torch.cat([part[:count] for part in inputs]), f"all_gather, {what}")
-    tensor, output = arena.place(own, placement), torch.empty(count * world_size)
-    comm.all_to_all_single(output, tensor)
-    check_bits(output, torch.cat([part[mine] for part in inputs]), f"all_to_all, {what}")
-    tensor = arena.place(own, placement)
-    comm.all_to_all_single(output, tensor, [count] * world_size, [count] * world_size)
-    check_bits(output, torch.cat([part[mine] for part in inputs]), f"all_to_all with splits, {what}")
-    tensor = arena.place(own, placement)
-    comm.broadcast(tensor, root)
-    check_bits(tensor, inputs[root], f"broadcast, {what}")
-    tensor, parts = arena.place(own[:count], placement), list(torch.empty(world_size, count)) if rank == root else None
-    comm.gather(tensor, parts, root)
-    for peer, part in enumerate(parts or []):
-        check_bits(part, inputs[peer][:count], f"gather, {what}")
-    parts = list(arena.place(own, placement).view(world_size, count)) if rank == root else None
-    output = torch.empty(count)
-    comm.scatter(output, parts, root)
-    check_bits(output, inputs[root][mine], f"scatter, {what}")
+    comm.scatter(output, list(tensor.view(world_size, count)) if rank == root else None, root)
+    check("scatter", output, inputs[root][mine], tensor)
     following, previous = (rank + 1) % world_size, (rank - 1) % world_size
-    comm.send(own[:100].contiguous(), following)
+    comm.send(tensor := arena.place(own[:100], placement), following)
+    tensor.fill_(-7)
     comm.recv(output := torch.empty(100), previous)
-    check_bits(output, inputs[previous][:100], f"message, {what}")
+    check("message", output, inputs[previous][:100])
 
 
-def late_for_collectives(spin: int) -> None:
-    with symmcomm.init() as comm:
+def late_for_collectives(path: str, spin: int) -> None:
+    with communicator(path) as comm:
         assert spin < 0 or comm.tuning.spins == spin
         slot = comm.layout.slot_bytes
         arena = Arena(comm, 4 * slot * comm.world_size)
@@ -153,9 +155,11 @@ def late_for_collectives(spin: int) -> None:
                 check_all_collectives(comm, arena, count, placement, seed=late, what=what)
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("world_size", "spin"), [(2, -1), (2, 0), (3, -1), (4, -1)])
-def test_collectives_with_a_late_rank(world_size: int, spin: int) -> None:
-    run_ranks(late_for_collectives, world_size, spin, env={**SMALL_STAGING, "SYMMCOMM_SPIN": str(spin)}, timeout_s=120)
+def test_collectives_with_a_late_rank(world_size: int, spin: int, path: str) -> None:
+    env = {**PATHS[path], "SYMMCOMM_SPIN": str(spin)}
+    run_ranks(late_for_collectives, world_size, path, spin, env=env, timeout_s=120)
 
 
 def delay_is_real() -> None:
@@ -190,8 +194,8 @@ def set_epochs(comm: Communicator, epoch: int) -> None:
     comm.barrier(protocol="cas")
 
 
-def wrap_around(epoch: int) -> None:
-    with symmcomm.init() as comm:
+def wrap_around(path: str, epoch: int) -> None:
+    with communicator(path) as comm:
         counters, arena = Counters(comm), Arena(comm, 4 * comm.layout.slot_bytes * comm.world_size)
         set_epochs(comm, epoch)
         for algorithm in ("all_to_all", "ring"):
@@ -203,6 +207,7 @@ def wrap_around(epoch: int) -> None:
         assert comm.field(c.EPOCH) > epoch + 6
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("epoch", [2**31 - 6, 2**32 - 7, 2**32 - 6])
-def test_epochs_wrap_around(epoch: int) -> None:
-    run_ranks(wrap_around, 3, epoch, env=SMALL_STAGING)
+def test_epochs_wrap_around(epoch: int, path: str) -> None:
+    run_ranks(wrap_around, 3, path, epoch, env=PATHS[path])

@@ -17,7 +17,8 @@ from symmcomm import Communicator, PeerAbortedError, PeerDiedError, PeerError, P
 from symmcomm.testing.faults import abstract_sockets, agreed_time, shared_mappings, signal_self_at
 from symmcomm.testing.spawn import run_ranks
 
-SMALL_STAGING = {"SYMMCOMM_STAGING_BYTES": "1"}  # rounded up to the least: many chunks, cheaply
+STAGED = {"SYMMCOMM_STAGING_BYTES": "1", "SYMMCOMM_SINGLE_COPY": "0"}  # the least slots: many chunks, cheaply
+DIRECT = {"SYMMCOMM_SINGLE_COPY": "1"}  # large ordinary tensors are read out of their processes
 SOON_S = 2.0
 
 
@@ -63,7 +64,7 @@ CALLS: dict[str, Callable[[Communicator], None]] = {
     "swap barrier": lambda comm: comm.barrier(protocol="cas"),
     "swap ring barrier": lambda comm: comm.barrier(algorithm="ring", protocol="cas"),
     "small all_reduce": lambda comm: comm.all_reduce(torch.ones(100)),
-    "large staged all_reduce": lambda comm: comm.all_reduce(torch.ones(4 << 20)),
+    "large all_reduce": lambda comm: comm.all_reduce(torch.ones(4 << 20)),
     "symmetric all_reduce": lambda comm: comm.all_reduce(symmetric(comm)),
     "reduce": lambda comm: comm.reduce(torch.ones(100_000), 1),
     "reduce_scatter": lambda comm: comm.reduce_scatter_tensor(torch.ones(50_000), torch.ones(50_000 * comm.world_size)),
@@ -80,6 +81,14 @@ CALLS: dict[str, Callable[[Communicator], None]] = {
 }
 
 
+READS: dict[str, Callable[[Communicator], None]] = {
+    "large all_reduce": CALLS["large all_reduce"],
+    "reduce_scatter": lambda comm: comm.reduce_scatter_tensor(torch.ones(1 << 20), torch.ones(comm.world_size << 20)),
+    "all_gather": lambda comm: comm.all_gather_into_tensor(torch.ones(comm.world_size << 20), torch.ones(1 << 20)),
+    "all_to_all": lambda comm: comm.all_to_all_single(*torch.ones(2, comm.world_size << 20)),
+}
+
+
 def attempt(call: Callable[[], None]) -> SymmCommError | None:
     """The error with which a call ends, if any."""
     try:
@@ -92,24 +101,24 @@ def attempt(call: Callable[[], None]) -> SymmCommError | None:
 # Death.
 
 
-def die_in(call: str, victim: int) -> tuple[BaseException | None, float, float]:
+def die_in(call: str, victim: int, reads: bool) -> tuple[BaseException | None, float, float]:
     """Repeats a call until the victim has been killed in it; (error, seconds until then, seconds until the next)."""
-    comm = prepare(symmcomm.init())
+    comm, function = prepare(symmcomm.init()), (READS if reads else CALLS)[call]
     moment = agreed_time(comm, 0.2)
     if comm.rank == victim:
         signal_self_at(moment)
     error: SymmCommError | None = None
     while error is None:
-        error = attempt(lambda: CALLS[call](comm))
+        error = attempt(lambda: function(comm))
     first = time.monotonic() - moment
     with pytest.raises(type(error)):
-        CALLS[call](comm)
+        function(comm)
     comm.close()
     return error, first, time.monotonic() - moment - first
 
 
 def check_deaths(world_size: int, call: str, victim: int, env: dict[str, str]) -> None:
-    results = run_ranks(die_in, world_size, call, victim, env=env, check=False)
+    results = run_ranks(die_in, world_size, call, victim, env is DIRECT, env=env, check=False)
     assert results[victim].exitcode == -signal.SIGKILL
     for result in results:
         if result.rank == victim:
@@ -125,7 +134,12 @@ def check_deaths(world_size: int, call: str, victim: int, env: dict[str, str]) -
 
 @pytest.mark.parametrize(("call", "victim"), list(zip(CALLS, itertools.cycle([0, 1, 2]))))
 def test_death_in_the_middle_of_a_call(call: str, victim: int) -> None:
-    check_deaths(3, call, victim, SMALL_STAGING)
+    check_deaths(3, call, victim, STAGED)
+
+
+@pytest.mark.parametrize(("call", "victim"), list(zip(READS, [1, 2, 0, 1], strict=True)))
+def test_death_while_others_read_its_memory(call: str, victim: int) -> None:
+    check_deaths(3, call, victim, DIRECT)
 
 
 @pytest.mark.parametrize("victim", range(4))
@@ -134,7 +148,7 @@ def test_death_in_a_ring_of_four(victim: int) -> None:
 
 
 def test_death_of_one_of_two_with_a_core_each() -> None:
-    check_deaths(2, "large staged all_reduce", 1, {})
+    check_deaths(2, "large all_reduce", 1, {})
 
 
 def die_elsewhere(spin: int) -> tuple[BaseException, float]:
@@ -226,7 +240,7 @@ def expect_late(comm: Communicator, name: str, call: Callable[[Communicator], No
 
 @pytest.mark.parametrize(("world_size", "absent"), [(3, 2), (4, 0)])
 def test_late_rank_is_named_in_every_call(world_size: int, absent: int) -> None:
-    run_ranks(late_in_every_call, world_size, absent, env={**SMALL_STAGING, "SYMMCOMM_TIMEOUT_S": "0.7"})
+    run_ranks(late_in_every_call, world_size, absent, env={**STAGED, "SYMMCOMM_TIMEOUT_S": "0.7"})
 
 
 def timeout_of_one_barrier() -> None:
@@ -318,10 +332,10 @@ def interrupt_one(call: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "call", ["barrier", "ring barrier", "swap barrier", "large staged all_reduce", "small messages"]
+    "call", ["barrier", "ring barrier", "swap barrier", "large all_reduce", "small messages"]
 )
 def test_interrupt_of_one_waiting_rank(call: str) -> None:
-    values = [result.value for result in run_ranks(interrupt_one, 3, call, env=SMALL_STAGING)]
+    values = [result.value for result in run_ranks(interrupt_one, 3, call, env=STAGED)]
     assert values[0] == "interrupted"
     assert all("KeyboardInterrupt" in value or "gave up" in value for value in values[1:]), values
     assert any("rank 0 gave up: KeyboardInterrupt" in value for value in values[1:]), values

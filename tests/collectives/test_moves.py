@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from placements import PLACEMENTS, Arena, as_bytes
+from placements import PATHS, PLACEMENTS, Arena, as_bytes, communicator
 from torch import Tensor
 
 import symmcomm
@@ -19,7 +19,6 @@ DTYPES = [
     torch.complex128, torch.uint16, torch.float16, torch.float64, torch.complex32,
 ]  # fmt: skip
 SIZES = (0, 1, 3, 63, 64, 65, 1000, 4097)
-SMALL_STAGING = {"SYMMCOMM_STAGING_BYTES": "1"}
 
 
 @lru_cache(maxsize=256)
@@ -135,8 +134,8 @@ def exchange_uneven(comm: Communicator, arena: Arena, count: int, dtype: torch.d
 MOVES = (gather_everywhere, broadcast_from_each, gather_and_scatter, exchange, exchange_uneven)
 
 
-def check_moves(full: bool) -> None:
-    with symmcomm.init() as comm:
+def check_moves(path: str, full: bool) -> None:
+    with communicator(path) as comm:
         arena = Arena(comm, comm.world_size * 4 * comm.layout.slot_bytes + (64 << 10) * comm.world_size)
         for dtype, count, placements in plan(comm, full):
             for placement in placements:
@@ -149,14 +148,16 @@ def check_moves(full: bool) -> None:
                         raise AssertionError(f"{what}: {error}") from None
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_moves(world_size: int) -> None:
-    run_ranks(check_moves, world_size, True, timeout_s=280, env=SMALL_STAGING)
+def test_moves(world_size: int, path: str) -> None:
+    run_ranks(check_moves, world_size, path, True, timeout_s=280, env=PATHS[path])
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("world_size", [4, 5, 8])
-def test_moves_thinned(world_size: int) -> None:
-    run_ranks(check_moves, world_size, False, timeout_s=280, env=SMALL_STAGING)
+def test_moves_thinned(world_size: int, path: str) -> None:
+    run_ranks(check_moves, world_size, path, False, timeout_s=280, env=PATHS[path])
 
 
 def check_splits_of_one_side() -> None:
@@ -176,9 +177,9 @@ def test_splits_of_one_side() -> None:
     run_ranks(check_splits_of_one_side, 2)
 
 
-def check_empty_after_full() -> None:
+def check_empty_after_full(path: str) -> None:
     """A call without elements must not remember what the call before it moved."""
-    with symmcomm.init() as comm:
+    with communicator(path) as comm:
         empty = torch.empty(0)
         for full in (torch.arange(4000.0), comm.empty(4000)):
             kept = full.clone()
@@ -191,21 +192,23 @@ def check_empty_after_full() -> None:
             assert torch.equal(full, kept)
 
 
-def test_empty_call_after_a_full_one() -> None:
-    run_ranks(check_empty_after_full, 2)
+@pytest.mark.parametrize("path", PATHS)
+def test_empty_call_after_a_full_one(path: str) -> None:
+    run_ranks(check_empty_after_full, 2, path, env=PATHS[path])
 
 
-def check_gathered_bytes() -> None:
-    with symmcomm.init() as comm:
+def check_gathered_bytes(path: str) -> None:
+    with communicator(path) as comm:
         for length in (0, 1, 100, 5000, 200_000):
             lengths = [(length * (peer + 1)) % (length + 7) for peer in range(comm.world_size)]
             payloads = [bytes([peer + 1]) * n for peer, n in enumerate(lengths)]
             assert comm.all_gather_bytes(payloads[comm.rank]) == payloads
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_all_gather_bytes(world_size: int) -> None:
-    run_ranks(check_gathered_bytes, world_size, env=SMALL_STAGING)
+def test_all_gather_bytes(world_size: int, path: str) -> None:
+    run_ranks(check_gathered_bytes, world_size, path, env=PATHS[path])
 
 
 # Messages.

@@ -10,7 +10,7 @@ from functools import lru_cache
 import pytest
 import torch
 import torch.distributed as dist
-from placements import PLACEMENTS, Arena, as_bytes
+from placements import PATHS, PLACEMENTS, Arena, as_bytes, communicator
 from torch import Tensor
 
 import symmcomm
@@ -102,9 +102,9 @@ def reduce_and_scatter(comm: Communicator, arena: Arena, case: Case, placement: 
         assert as_bytes(rest) == as_bytes(own), f"reduce_scatter {what} in place: {in_place}: the input changed"
 
 
-def check_cases(thinned: bool) -> int:
+def check_cases(path: str, thinned: bool) -> int:
     """Runs all cases; ranks compare checksums of their results at the end, so that NaNs have the same bits too."""
-    with symmcomm.init() as comm:
+    with communicator(path) as comm:
         arena = Arena(comm, 3 * comm.layout.slot_bytes + (64 << 10))
         checksums: list[tuple[str, int]] = []
         for case in thinned_cases(comm) if thinned else all_cases(comm):
@@ -129,14 +129,16 @@ def compare_checksums(comm: Communicator, checksums: list[tuple[str, int]]) -> N
         assert not wrong, f"ranks {comm.rank} and {peer} have different bits in {len(wrong)} cases: {names}"
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_reductions(world_size: int) -> None:
-    run_ranks(check_cases, world_size, False, timeout_s=280, env={"SYMMCOMM_STAGING_BYTES": "1"})
+def test_reductions(world_size: int, path: str) -> None:
+    run_ranks(check_cases, world_size, path, False, timeout_s=280, env=PATHS[path])
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("world_size", [4, 5, 8])
-def test_reductions_thinned(world_size: int) -> None:
-    run_ranks(check_cases, world_size, True, timeout_s=280, env={"SYMMCOMM_STAGING_BYTES": "1"})
+def test_reductions_thinned(world_size: int, path: str) -> None:
+    run_ranks(check_cases, world_size, path, True, timeout_s=280, env=PATHS[path])
 
 
 def check_torch_ops() -> None:
@@ -176,7 +178,7 @@ def test_shapes() -> None:
 
 
 def check_default_staging(count: int) -> None:
-    """With the sizes that users have: the pipeline of 256 KiB chunks, and huge pages in the heap."""
+    """With the sizes that users have: long pipelines of chunks, single copies, huge pages in the heap."""
     with symmcomm.init() as comm:
         inputs = [make_input(rank, count, DType.bfloat16, 7) for rank in range(comm.world_size)]
         expected = emulate(inputs, DType.bfloat16, Op.sum)
@@ -185,6 +187,9 @@ def check_default_staging(count: int) -> None:
             check_bits(tensor, expected, f"{count} elements, symmetric: {comm.is_symmetric(tensor)}")
 
 
+@pytest.mark.parametrize("single_copy", ["0", "1"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_large_tensors(world_size: int) -> None:
-    run_ranks(check_default_staging, world_size, (9 << 20) + 1, timeout_s=120)
+def test_large_tensors(world_size: int, single_copy: str) -> None:
+    run_ranks(
+        check_default_staging, world_size, (9 << 20) + 1, timeout_s=120, env={"SYMMCOMM_SINGLE_COPY": single_copy}
+    )

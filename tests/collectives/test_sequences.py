@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from placements import PLACEMENTS, Arena, as_bytes
+from placements import PATHS, PLACEMENTS, Arena, as_bytes, communicator
 from torch import Tensor
 
 import symmcomm
@@ -17,7 +17,6 @@ from symmcomm.schedule.dtypes import DType, Op, supports
 from symmcomm.testing.oracle import check_bits, emulate, make_input
 from symmcomm.testing.spawn import run_ranks
 
-SMALL_STAGING = {"SYMMCOMM_STAGING_BYTES": "1"}
 PAIRS = [(dtype, op) for dtype in DType for op in Op if supports(dtype, op)]
 
 
@@ -171,17 +170,18 @@ class Sequence:
         return f"empty({count})"
 
 
-def run_sequence(num: int, seeds: list[int]) -> None:
-    with symmcomm.init() as comm:
+def run_sequence(path: str, num: int, seeds: list[int]) -> None:
+    with communicator(path) as comm:
         for seed in seeds:
             Sequence(comm, seed).run(num)
 
 
 @pytest.mark.parametrize(("world_size", "num", "seeds"), [
-    (1, 200, [1]), (2, 500, [2, 3, 4]), (3, 500, [5, 6]), (4, 300, [7]), (5, 200, [8]), (8, 150, [9]),
+    (1, 200, [1]), (2, 500, [2, 3]), (3, 300, [5, 6]), (4, 200, [7]), (5, 100, [8]), (8, 80, [9]),
 ])  # fmt: skip
-def test_random_sequences(world_size: int, num: int, seeds: list[int]) -> None:
-    run_ranks(run_sequence, world_size, num, seeds, timeout_s=200, env=SMALL_STAGING)
+@pytest.mark.parametrize("path", PATHS)
+def test_random_sequences(world_size: int, num: int, seeds: list[int], path: str) -> None:
+    run_ranks(run_sequence, world_size, path, num, seeds, timeout_s=200, env=PATHS[path])
 
 
 def run_sequence_in_groups() -> None:
@@ -197,7 +197,7 @@ def run_sequence_in_groups() -> None:
 
 
 def test_random_sequences_in_groups() -> None:
-    run_ranks(run_sequence_in_groups, 4, timeout_s=120, env=SMALL_STAGING)
+    run_ranks(run_sequence_in_groups, 4, timeout_s=120, env=PATHS["staged"])
 
 
 # Many ranks.

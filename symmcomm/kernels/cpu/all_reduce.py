@@ -1,6 +1,7 @@
 """All-reduce, and reduce to one rank (``root`` ≥ 0: only the root's tensor changes).
 
-**One-shot** (small): each rank copies its tensor into its slot; barrier; each reduces all ranks' slots into its tensor.
+**One-shot** (small, or two ranks): each rank copies its tensor into its slot, in chunks; barrier; each reduces all
+ranks' slots into its tensor. The next chunk is in its slot and signalled before that, so the barriers cost no time.
 
 **Two-shot in place** (all tensors symmetric, at whatever offsets): barrier; rank r reduces slice r of all tensors and
 writes it into slice r of all tensors; barrier. Nobody but rank r touches slice r between the two, so no copy is needed;
@@ -13,8 +14,8 @@ slice p of rank p's tensor is read, and rank p does not write that.
 
 **Two-shot staged**: a pipeline over chunks with one barrier a step. Before barrier e a rank copies chunk k into slot e,
 and reduces its slice of chunk k - 1, which peers hold in slots e - 1, into the result half of slot e; after e it
-collects the reduced slices of chunk k - 1. By the rule of two parities (see ``barrier``) the slots of e - 1 stay as
-they are until this rank arrives at e. A symmetric tensor among ordinary ones is read in place: its owner writes chunk
+collects the reduced slices of chunk k - 1. By the rule of reuse (see ``barrier``) the slots of e - 1 stay as
+they are until then. A symmetric tensor among ordinary ones is read in place: its owner writes chunk
 k - 1 only after barrier e, when all have read it.
 
 The order of the sum is that of the ranks in all of them, and one rank computes each element (or all compute it alike),
@@ -27,7 +28,7 @@ from __future__ import annotations
 from numba import njit
 
 from symmcomm.kernels.cpu import context as c
-from symmcomm.kernels.cpu.barrier import meet, sync
+from symmcomm.kernels.cpu.barrier import arrive, await_peers, meet, sync
 from symmcomm.kernels.cpu.primitives import call_5, load_i64, memcpy, store_i64
 from symmcomm.kernels.cpu.windows import (
     STAGED,
@@ -50,14 +51,21 @@ def _reduce(ctx: int, function: int, destination: int, count: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _one_shot(ctx: int, tensor: int, count: int, function: int, root: int) -> int:
-    rank, epoch, addresses = c.get(ctx, c.RANK), c.get(ctx, c.EPOCH), c.get(ctx, c.ADDRESSES)
-    if root >= 0 and rank != root:
-        return c.OK
-    for peer in range(c.get(ctx, c.WORLD_SIZE)):
-        store_i64(addresses + 8 * peer, c.peer_address(ctx, peer, c.slot_offset(ctx, epoch)))
-    store_i64(addresses + 8 * rank, tensor)
-    _reduce(ctx, function, tensor, count)
+def _one_shot(ctx: int, tensor: int, count: int, itemsize: int, per_chunk: int, function: int, root: int) -> int:
+    rank, addresses = c.get(ctx, c.RANK), c.get(ctx, c.ADDRESSES)
+    for at in range(0, count, per_chunk):
+        epoch, chunk, following = c.get(ctx, c.EPOCH), tensor + at * itemsize, at + per_chunk
+        if following < count:
+            n = min(per_chunk, count - following)
+            memcpy(own_slot(ctx, epoch + 1), tensor + following * itemsize, n * itemsize)
+            arrive(ctx)
+        if root < 0 or rank == root:
+            for peer in range(c.get(ctx, c.WORLD_SIZE)):
+                store_i64(addresses + 8 * peer, c.peer_address(ctx, peer, c.slot_offset(ctx, epoch)))
+            store_i64(addresses + 8 * rank, chunk)
+            _reduce(ctx, function, chunk, min(per_chunk, count - at))
+        if following < count and not await_peers(ctx, epoch + 1):
+            return c.STOPPED
     return c.OK
 
 
@@ -169,7 +177,7 @@ def _all_reduce(ctx: int, call: int, tensor: int, count: int, itemsize: int, fun
     if source == STAGED:
         slot = own_slot(ctx, c.get(ctx, c.EPOCH) + 1)
         if small:
-            memcpy(slot, tensor, num_bytes)
+            memcpy(slot, tensor, min(per_chunk * itemsize, num_bytes))
         else:
             _copy_in(ctx, slot, tensor, min(per_chunk, count), itemsize)
     status = meet(ctx, call, count, source, 0)
@@ -181,7 +189,7 @@ def _all_reduce(ctx: int, call: int, tensor: int, count: int, itemsize: int, fun
     if num_private > 0:
         return _by_single_copies(ctx, tensor, count, itemsize, function)
     if small and num_symmetric == 0:
-        return _one_shot(ctx, tensor, count, function, root)
+        return _one_shot(ctx, tensor, count, itemsize, per_chunk, function, root)
     return _staged(ctx, tensor, count, itemsize, per_chunk, source, function, root)
 
 

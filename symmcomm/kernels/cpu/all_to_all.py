@@ -1,7 +1,7 @@
 """An input of its own for every taker: all-to-all with even or uneven parts, and scatter (one sends).
 
 What a rank sends to each peer (bytes and offset in its input) lies in its SPLITS table, of the parity of the opening
-barrier; takers copy their entries out before they arrive at the next one (rule of two parities, see ``barrier``). Where
+barrier; takers copy their entries out before they arrive at the next one (rule of reuse, see ``barrier``). Where
 parts are uneven they also compare them with what they expect, and a second barrier carries the verdicts, so that all
 ranks see a mismatch. Data then moves as in ``all_gather``, with the slot divided into one area a taker.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from numba import njit
 
 from symmcomm.kernels.cpu import context as c
-from symmcomm.kernels.cpu.barrier import VOTE, describe, described, meet, sync
+from symmcomm.kernels.cpu.barrier import VOTE, arrive, await_peers, describe, described, meet, sync
 from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
 from symmcomm.kernels.cpu.windows import STAGED, fetch, note_sources, own_slot, source_of
 
@@ -97,10 +97,10 @@ def _copy_in(ctx: int, epoch: int, tensor: int, at: int, area: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _take(ctx: int, tensor: int, at: int, area: int, sender: int) -> bool:
+def _take(ctx: int, epoch: int, tensor: int, at: int, area: int, sender: int) -> bool:
     """Bytes ``at`` and on of what each sender has for this rank, to where TARGETS says. False: some were not read."""
     rank, world_size, targets = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.TARGETS)
-    epoch, incoming = c.get(ctx, c.EPOCH), c.get(ctx, c.INCOMING)
+    incoming = c.get(ctx, c.INCOMING)
     for hop in range(world_size):
         peer = (rank + hop) % world_size
         if sender >= 0 and peer != sender:
@@ -143,12 +143,14 @@ def _all_to_all(ctx: int, call: int, tensor: int, count: int, sender: int, outpu
     if num_staged == 0:
         area = max(largest, 1)
     for at in range(0, largest, area):
-        following = at + area
-        if stages and following < largest:
-            _copy_in(ctx, c.get(ctx, c.EPOCH) + 1, tensor, following, area)
-        if not _take(ctx, tensor, at, area, sender):
+        epoch, following = c.get(ctx, c.EPOCH), at + area
+        if following < largest:
+            if stages:
+                _copy_in(ctx, epoch + 1, tensor, following, area)
+            arrive(ctx)
+        if not _take(ctx, epoch, tensor, at, area, sender):
             return c.STOPPED
-        if following < largest and not sync(ctx):
+        if following < largest and not await_peers(ctx, epoch + 1):
             return c.STOPPED
     if num_symmetric + num_private > 0 and not sync(ctx):
         return c.STOPPED

@@ -4,11 +4,13 @@
 then waits, with acquire, until every peer's line in its own heap reads e. So all that any rank wrote before arriving is
 visible to every rank that has passed.
 
-**The rule of two parities**, on which every collective here stands: lines and staging slots exist twice, and barrier e
-uses those of parity e & 1. What a rank writes into slot e & 1 before it arrives at e, peers read after they pass e and
-before they arrive at e + 1. It is written again only before arriving at e + 2, that is after passing e + 1, at which
-point every peer has arrived at e + 1 and has stopped reading. The same argument covers the lines: nobody overwrites
-line e & 1 before all have read it. Hence barriers are safe back to back, and one barrier a step is enough.
+**The rule of reuse**, on which every collective here stands. Lines exist twice: barrier e uses those of parity e & 1. A
+rank looks at them after it has passed e and before it arrives at e + 1. They are written again only before arriving at
+e + 2, so after passing e + 1, when all have arrived at e + 1: nobody overwrites a line that is still to be read, and
+barriers are safe back to back. Staging slots exist three times: what a rank writes into slot e mod 3 before it arrives
+at e, peers read after they pass e and before they arrive at e + 2. It is written again only before arriving at e + 3,
+so after passing e + 2, when all have arrived at e + 2. Hence one barrier a step is enough, and a rank may arrive at
+e + 1 first and read slot e while that signal is on its way.
 
 **Ring barrier.** Each rank only signals its successor and waits for its predecessor, world_size - 1 rounds; the word
 counts rounds and is never reset. A rank sends its round k + 1 after it saw its predecessor's round k, so having seen

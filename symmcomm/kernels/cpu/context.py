@@ -9,7 +9,7 @@ from __future__ import annotations
 from numba import njit
 
 from symmcomm.kernels.cpu.primitives import load_i64, store_i64
-from symmcomm.memory.signals import LINE_BYTES
+from symmcomm.memory.signals import LINE_BYTES, NUM_SLOTS
 
 BASE, STRIDE, RANK, WORLD_SIZE = 0, 1, 2, 3  # flat address space: peer p's heap is at BASE + p·STRIDE
 LINES, RING, SENT, TAKEN, SIGNAL_PAD = 4, 5, 6, 7, 8  # offsets of the pads, see memory.signals
@@ -27,8 +27,9 @@ SPLITS, INCOMING, OUTGOING, EXPECTED = 34, 35, 36, 37  # an all-to-all's table, 
 HEAP_BYTES = 38  # of this rank's part of the address space
 # Least sizes read out of tensors themselves: all-reduce of symmetric, of ordinary ones; other calls on ordinary ones.
 IN_PLACE_BYTES, REDUCED_SINGLE_COPY_BYTES, SINGLE_COPY_BYTES = 39, 40, 41
-PIDS = 42  # process ids, one a peer
-NUM_FIELDS = 43
+PIPELINED_BYTES = 42  # from here on a call with one sender is staged again
+PIDS = 43  # process ids, one a peer
+NUM_FIELDS = 44
 
 OPEN, IN_CALL, CLOSED, FAILED, FORKED = 0, 1, 2, 3, 4  # values of STATE
 OK, STOPPED, MISMATCH, REFUSED = 0, 1, 2, 3  # what a kernel returns; STOPPED: a wait, by POLL; REFUSED: not OPEN
@@ -61,8 +62,8 @@ def line_offset(ctx: int, epoch: int, sender: int) -> int:
 
 @njit(cache=True, nogil=True)
 def slot_offset(ctx: int, epoch: int) -> int:
-    """Offset of the staging slot that may be written before the signal of ``epoch`` and read by peers after it."""
-    return get(ctx, STAGING) + (epoch & 1) * get(ctx, SLOT_BYTES)
+    """Offset of the staging slot that is written before arriving at ``epoch`` (rule of reuse, see ``barrier``)."""
+    return get(ctx, STAGING) + (epoch % NUM_SLOTS) * get(ctx, SLOT_BYTES)
 
 
 @njit(cache=True, nogil=True)

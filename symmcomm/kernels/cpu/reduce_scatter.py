@@ -1,8 +1,8 @@
 """Reduce-scatter: rank r ends with part r of the sum of all inputs, ``count`` elements.
 
 Staged: one barrier a step. Before barrier e a rank copies chunk k of every other rank's part into slot e; after e it
-reduces its own part's chunk out of the peers' slots e (rule of two parities, see ``barrier``), while the next chunk
-goes into slot e + 1. Else (symmetric or private inputs): barrier, reduce out of the peers' tensors, barrier, so that
+fills slot e + 1, arrives at e + 1, and then reduces its own part's chunk k out of the peers' slots e (rule of reuse,
+see ``barrier``). Else (symmetric or private inputs): barrier, reduce out of the peers' tensors, barrier, so that
 nobody changes an input that is still read.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from numba import njit
 
 from symmcomm.kernels.cpu import context as c
-from symmcomm.kernels.cpu.barrier import meet, sync
+from symmcomm.kernels.cpu.barrier import arrive, await_peers, meet, sync
 from symmcomm.kernels.cpu.primitives import call_5, load_i64, memcpy, store_i64
 from symmcomm.kernels.cpu.windows import STAGED, gather_addresses, note_sources, own_slot, source_of
 
@@ -42,16 +42,18 @@ def _reduce_scatter(ctx: int, call: int, output: int, tensor: int, count: int, i
         per_chunk = max(count, 1)
     for at in range(0, count, per_chunk):
         epoch, n = c.get(ctx, c.EPOCH), min(per_chunk, count - at)
+        more = num_staged > 0 and at + per_chunk < count
+        if more:
+            if source == STAGED:
+                _copy_in(ctx, epoch + 1, tensor, at + per_chunk, per_chunk, count, itemsize)
+            arrive(ctx)
         in_tensor = (rank * count + at) * itemsize
         if not gather_addresses(ctx, epoch, rank * per_chunk * itemsize, in_tensor, n * itemsize):
             return c.STOPPED
         store_i64(addresses + 8 * rank, tensor + in_tensor)
         call_5(function, output + at * itemsize, addresses, world_size, n, c.get(ctx, c.TILE))
-        if num_staged > 0 and at + per_chunk < count:
-            if source == STAGED:
-                _copy_in(ctx, epoch + 1, tensor, at + per_chunk, per_chunk, count, itemsize)
-            if not sync(ctx):
-                return c.STOPPED
+        if more and not await_peers(ctx, epoch + 1):
+            return c.STOPPED
     if num_symmetric + num_private > 0 and not sync(ctx):
         return c.STOPPED
     return c.OK

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -21,13 +22,13 @@ from symmcomm.bootstrap.host import check_same_host
 from symmcomm.collectives.all_gather import all_gather_bytes, all_gather_into_tensor, broadcast, gather
 from symmcomm.collectives.all_reduce import all_reduce, reduce
 from symmcomm.collectives.all_to_all import all_to_all_single, scatter
-from symmcomm.collectives.arguments import check_tensor
+from symmcomm.collectives.arguments import check_dense, check_tensor, check_whole
 from symmcomm.collectives.barrier import barrier
 from symmcomm.collectives.mismatch import explain
 from symmcomm.collectives.point_to_point import recv, send
 from symmcomm.collectives.reduce_scatter import reduce_scatter_tensor
 from symmcomm.env import Settings
-from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, MismatchError
+from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, DTypeError, MismatchError
 from symmcomm.kernels import cpu
 from symmcomm.kernels.compile import compile_once
 from symmcomm.kernels.cpu import context as c
@@ -40,6 +41,7 @@ from symmcomm.memory.status import Fate, Report, StatusPage
 from symmcomm.schedule.select import choose
 from symmcomm.watch import Watch
 
+_CONCURRENT = "another thread is in a call on this communicator: give each thread its own by split()"
 _VERSION = 1  # of the layout and the protocols in shared memory; ranks must agree
 
 
@@ -93,6 +95,7 @@ class Communicator:
         self.heap = SymmetricHeap(rank, world_size, self.layout.end, settings.heap_max_bytes, exchange)
         self.heap_address, self.heap_bytes = self.heap.own_address, self.heap.stride
         self._failure: BaseException | None = None
+        self._tables = threading.Lock()
         self._pages = [
             StatusPage(self.heap.base + peer * self.heap.stride + self.layout.status) for peer in range(world_size)
         ]
@@ -154,6 +157,8 @@ class Communicator:
         shape = tuple(n for n in entries if isinstance(n, int) and n >= 0)
         if len(shape) != len(entries):
             raise ArgumentError(f"size={tuple(entries)} has an entry that is no non-negative whole number")
+        if not isinstance(dtype, torch.dtype):
+            raise DTypeError(f"dtype={dtype!r} is no torch.dtype")
         self.check_open()
         count = math.prod(shape)
         num_bytes = max(count * dtype.itemsize, 1)
@@ -166,6 +171,7 @@ class Communicator:
     def free(self, tensor: torch.Tensor) -> None:
         """Collective. Returns a symmetric tensor's memory to the heap; the tensor must not be used any more."""
         self.check_open()
+        check_dense(tensor, "tensor")
         offset = self.heap.offset_of(tensor.untyped_storage().data_ptr(), 0)
         if offset < 0:
             raise ArgumentError("tensor is not symmetric: it does not come from empty() of this communicator")
@@ -177,6 +183,7 @@ class Communicator:
 
     def rendezvous(self, tensor: torch.Tensor) -> SymmetricHandle:
         """Collective. The handle through which this rank reaches all ranks' copies of a symmetric tensor."""
+        self.check_open()
         check_tensor(tensor, "tensor")
         _, offset = self.locate(tensor)
         if offset < 0:
@@ -200,8 +207,9 @@ class Communicator:
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Collective. Communicators of the ranks that give the same ``color``, ordered by (``key``, rank), as
         MPI_Comm_split; None for ranks whose color is None. Each has memory and channels of its own."""
-        if color is not None and not isinstance(color, int):
-            raise ArgumentError(f"color={color!r} is no whole number and not None")
+        if color is not None:
+            check_whole(color, "color")
+        check_whole(key, "key")
         answers = [json.loads(answer) for answer in self.all_gather_bytes(json.dumps([color, key]).encode())]
         members = [peer for peer, answer in enumerate(answers) if answer[0] == color]
         members.sort(key=lambda peer: (answers[peer][1], peer))
@@ -224,6 +232,8 @@ class Communicator:
         state = int(self._context[c.STATE])
         if state in (c.CLOSED, c.FORKED):
             return
+        if state == c.IN_CALL:  # on another thread, which would find its memory gone
+            self.fail(c.REFUSED)
         try:
             if state == c.OPEN:
                 self.barrier()
@@ -264,6 +274,17 @@ class Communicator:
         finally:
             self.watch.timeout_s = before
 
+    @contextlib.contextmanager
+    def tables(self) -> Iterator[None]:
+        """The right to fill the scratch tables that a kernel will read; refused while another thread has it."""
+        if not self._tables.acquire(blocking=False):
+            raise ConcurrentCallError(_CONCURRENT)
+        try:
+            self.check_open()
+            yield
+        finally:
+            self._tables.release()
+
     # Failure.
 
     def field(self, number: int) -> int:
@@ -289,9 +310,7 @@ class Communicator:
             raise ClosedError("the communicator is closed")
         if state == c.FAILED and self._failure is not None:
             raise self._failure
-        raise ConcurrentCallError(
-            "another thread is in a call on this communicator: give each thread its own by split()"
-        )
+        raise ConcurrentCallError(_CONCURRENT)
 
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()

@@ -9,6 +9,7 @@ import torch
 
 from symmcomm.collectives.arguments import check_list, prepare_pair, prepare_rooted
 from symmcomm.collectives.call import Kind
+from symmcomm.errors import ArgumentError
 
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
@@ -58,15 +59,18 @@ def gather(
     """
     call, itemsize = prepare_rooted(self, Kind.gather, tensor, dst, "dst")
     parts = check_list(self, gather_list, tensor, "gather_list", dst)
-    self.targets[: len(parts)] = [part.data_ptr() for part in parts]
-    num_bytes = tensor.numel() * itemsize
-    status = self.kernels.all_gather(self.ctx, call, tensor.data_ptr(), num_bytes, -1, dst, 0, 0)
+    with self.tables():
+        self.targets[: len(parts)] = [part.data_ptr() for part in parts]
+        num_bytes = tensor.numel() * itemsize
+        status = self.kernels.all_gather(self.ctx, call, tensor.data_ptr(), num_bytes, -1, dst, 0, 0)
     if status:
         self.fail(status)
 
 
 def all_gather_bytes(self: Communicator, payload: bytes) -> list[bytes]:
     """Every rank's bytes, by rank; lengths may differ. The control plane of symmcomm itself."""
+    if not isinstance(payload, bytes | bytearray):
+        raise ArgumentError(f"payload must be bytes, got {type(payload).__name__}")
     lengths = torch.empty(self.world_size, dtype=torch.int64)
     _gather(self, Kind.all_gather_bytes, torch.tensor([len(payload)]), lengths)
     longest = int(lengths.max())

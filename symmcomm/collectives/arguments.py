@@ -14,14 +14,20 @@ if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
 
-def check_tensor(tensor: object, name: str) -> None:
-    """Raises ArgumentError unless ``tensor`` is a dense, contiguous CPU tensor."""
+def check_dense(tensor: object, name: str) -> None:
+    """Raises ArgumentError unless ``tensor`` is a dense CPU tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{name} must be dense (torch.strided), its layout is {tensor.layout}")
     if tensor.device.type != "cpu":
         raise ArgumentError(f"{name} must be on device cpu, it is on {tensor.device}")
+
+
+def check_tensor(tensor: object, name: str) -> None:
+    """Raises ArgumentError unless ``tensor`` is a dense, contiguous CPU tensor whose memory holds its values."""
+    check_dense(tensor, name)
+    assert isinstance(tensor, torch.Tensor)
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"{name} must be contiguous: shape {tuple(tensor.shape)} has strides {tensor.stride()}; "
@@ -65,6 +71,8 @@ def prepare_pair(
             and input.is_contiguous()
             and output.is_cpu
             and input.is_cpu
+            and not output.is_neg()
+            and not input.is_neg()
         )
     except (AttributeError, KeyError, RuntimeError, TypeError):
         fit = False
@@ -80,7 +88,7 @@ def prepare_rooted(comm: Communicator, kind: Kind, tensor: torch.Tensor, root: i
     """As ``prepare_pair``, for the one tensor of a call with a root."""
     try:
         prepared = comm.calls[kind, tensor.dtype, root]
-        fit = tensor.is_contiguous() and tensor.is_cpu
+        fit = type(root) is int and tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
     except (AttributeError, KeyError, RuntimeError, TypeError):
         fit = False
     if not fit:
@@ -96,6 +104,12 @@ def check_rank(comm: Communicator, rank: object, name: str) -> None:
     """Raises ArgumentError unless ``rank`` names a rank of the communicator."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.world_size:
         raise ArgumentError(f"{name}={rank!r} is no rank of this communicator (0..{comm.world_size - 1})")
+
+
+def check_whole(value: object, name: str) -> None:
+    """Raises ArgumentError unless the value is a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentError(f"{name}={value!r} is no whole number")
 
 
 def check_list(

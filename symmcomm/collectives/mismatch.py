@@ -39,17 +39,15 @@ def _differences(who: str, mine: dict[str, object], whom: str, theirs: dict[str,
 def explain(comm: Communicator) -> MismatchError:
     """The error for the mismatch that the last kernel found."""
     rank, peer = comm.rank, comm.field(c.MISMATCH_PEER)
-    where, epoch = comm.field(c.MISMATCH_LINE), comm.field(c.EPOCH)
-    if where > 1:
-        line = _line(where)
-        receives = where == comm.heap.own_address + comm.layout.sent + peer * LINE_BYTES
-        sender, receiver = (f"rank {peer}", f"rank {rank}") if receives else (f"rank {rank}", f"rank {peer}")
-        return MismatchError(
-            _differences(sender, _words(line["vote"], line["source"]), receiver, _words(line["call"], line["count"]))
-        )
+    place, epoch = comm.field(c.MISMATCH_PLACE), comm.field(c.EPOCH)
+    if place in (c.AS_SENDER, c.AS_RECEIVER):
+        sender, receiver = (rank, peer) if place == c.AS_SENDER else (peer, rank)
+        sent = _words(comm.field(c.SENT_CALL), comm.field(c.SENT_COUNT))
+        expected = _words(comm.field(c.EXPECTED_CALL), comm.field(c.EXPECTED_COUNT))
+        return MismatchError(_differences(f"rank {sender}", sent, f"rank {receiver}", expected))
     first = comm.heap.own_address + comm.layout.lines + (epoch & 1) * comm.world_size * LINE_BYTES
     mine, theirs = _line(first + rank * LINE_BYTES), _line(first + peer * LINE_BYTES)
-    if where == 1:
+    if place == c.IN_VOTES:
         return MismatchError(
             f"ranks disagree in {decode(mine['call'])['call']}: split sizes: rank {peer} expects "
             f"{theirs['count']} bytes from rank {theirs['vote'] - 1}, which sends {theirs['source']}"

@@ -17,6 +17,8 @@ LINE_BYTES = 64
 PAGE_BYTES = 4096
 NUM_CHANNELS = 64
 """Channels of the compare-and-swap pads, as in torch's symmetric memory: ``pad[channel * world_size + sender]``."""
+WAITING = 24
+"""Offset in the status page: 1 + the rank that the owner waits for, 0 while it waits for none."""
 NUM_MESSAGE_SLOTS = 4
 NUM_SLOTS = 3
 """Staging slots; see ``kernels.cpu.barrier`` for why three."""

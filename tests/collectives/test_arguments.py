@@ -230,12 +230,26 @@ def check(what: str, call: Callable[[], object], kind: type[SymmCommError], word
     return f"{what}: no error"
 
 
+def call_well(comm: Communicator) -> None:
+    """The good forms of the calls below."""
+    long, third = torch.ones(6 * W), torch.ones(2)
+    comm.all_reduce(F.clone())
+    comm.all_reduce(F.int(), "bxor")
+    comm.reduce_scatter_tensor(third, F)
+    comm.all_gather_into_tensor(long, F)
+    comm.all_to_all_single(torch.ones(6), F)
+    for root in range(W):
+        comm.reduce(F.clone(), root)
+        comm.broadcast(F.clone(), root)
+        comm.gather(F, [torch.ones(6) for _ in range(W)] if comm.rank == root else None, root)
+        comm.scatter(torch.ones(6), [F] * W if comm.rank == root else None, root)
+
+
 def make_bad_calls() -> None:
     """Rank 0 errs, again and again; afterwards all ranks still agree."""
     wrong: list[str | None] = []
     with symmcomm.init() as comm:
-        for op in ("sum", "bxor"):  # what is checked on the first use of a dtype only
-            comm.all_reduce(F.clone() if op == "sum" else F.int(), op)
+        call_well(comm)  # some checks could be thought to be needed on the first call only
         if comm.rank == 0:
             for what, call in CALLS_ON_A_TENSOR.items():
                 for bad, words in BAD_TENSORS:

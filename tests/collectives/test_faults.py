@@ -210,9 +210,9 @@ def test_nothing_is_left_after_all_are_killed(tmp_path: Path) -> None:
 # Lateness. A communicator that failed stays failed: each case gets one of its own by split().
 
 
-def late_in_every_call(absent: int) -> None:
+def late_in_calls(absent: int, names: list[str]) -> None:
     with symmcomm.init() as comm:
-        for name, call in CALLS.items():
+        for name, call in ((name, CALLS[name]) for name in names):
             child = comm.split(0)
             assert child is not None
             prepare(child)
@@ -238,9 +238,11 @@ def expect_late(comm: Communicator, name: str, call: Callable[[Communicator], No
     assert time.monotonic() - started - waited < 0.2, name
 
 
-@pytest.mark.parametrize(("world_size", "absent"), [(3, 2), (4, 0)])
-def test_late_rank_is_named_in_every_call(world_size: int, absent: int) -> None:
-    run_ranks(late_in_every_call, world_size, absent, env={**STAGED, "SYMMCOMM_TIMEOUT_S": "0.7"})
+@pytest.mark.parametrize(("world_size", "absent", "names"), [
+    (3, 2, list(CALLS)), (4, 0, ["ring barrier", "swap ring barrier", "large all_reduce", "gather"]),
+])  # fmt: skip
+def test_late_rank_is_named(world_size: int, absent: int, names: list[str]) -> None:
+    run_ranks(late_in_calls, world_size, absent, names, env={**STAGED, "SYMMCOMM_TIMEOUT_S": "0.7"})
 
 
 def timeout_of_one_barrier() -> None:
@@ -263,6 +265,27 @@ def timeout_of_one_barrier() -> None:
 
 def test_timeout_of_one_barrier() -> None:
     run_ranks(timeout_of_one_barrier, 2)
+
+
+def late_after_having_waited() -> None:
+    """Rank 2 was seen waiting for rank 1 a moment ago; now it is late itself."""
+    with symmcomm.init() as comm:
+        child = comm.split(0)
+        assert child is not None
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(0.15)
+        child.barrier()
+        if comm.rank != 2:
+            with pytest.raises(PeerTimeoutError) as caught:
+                child.barrier(timeout_s=0.2 if comm.rank == 0 else 5)
+            assert caught.value.rank == 2, str(caught.value)
+        comm.barrier()
+        attempt(child.close)
+
+
+def test_late_rank_that_was_waiting_before() -> None:
+    run_ranks(late_after_having_waited, 3)
 
 
 def stopped_rank(folder: str) -> None:

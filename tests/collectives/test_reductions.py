@@ -31,10 +31,12 @@ class Case:
     placements: tuple[str, ...]
 
 
-def edge_sizes(comm: Communicator, dtype: DType) -> tuple[int, ...]:
-    """The last size of the one-shot algorithm and the next one, and more than two staging slots."""
-    one_shot = comm.tuning.one_shot_bytes // dtype.itemsize
-    return one_shot, one_shot + 1, 5 * comm.layout.slot_bytes // (2 * dtype.itemsize) + 3
+def edge_sizes(comm: Communicator, dtype: DType) -> list[int]:
+    """The last size of the one-shot algorithm, of one chunk, and the next ones; and more than two staging slots."""
+    beyond = 5 * comm.layout.slot_bytes // 2
+    limits = {limit for limit in (comm.tuning.one_shot_bytes, comm.tuning.chunk_bytes) if limit < beyond}
+    edges = [limit // dtype.itemsize + more for limit in sorted(limits) for more in (0, 1)]
+    return [*edges, beyond // dtype.itemsize + 3]
 
 
 def all_cases(comm: Communicator) -> Iterator[Case]:
@@ -44,11 +46,11 @@ def all_cases(comm: Communicator) -> Iterator[Case]:
 
 
 def thinned_cases(comm: Communicator) -> Iterator[Case]:
-    """Each pair at two sizes, each dtype at the edges, the placements in turn."""
+    """Each pair once, each item size at the edges, the placements in turn."""
     for idx, (dtype, op) in enumerate(PAIRS):
-        for count in (SIZES[idx % len(SIZES)], 130 + idx):
-            yield Case(dtype, op, count, (PLACEMENTS[(idx + count) % 4],))
-    for idx, dtype in enumerate(DType):
+        count = SIZES[idx // 2 % len(SIZES)] if idx % 2 else 130 + idx
+        yield Case(dtype, op, count, (PLACEMENTS[(idx + count) % 4],))
+    for idx, dtype in enumerate((DType.float32, DType.bfloat16, DType.float8_e5m2, DType.int64)):
         for count in edge_sizes(comm, dtype):
             yield Case(dtype, Op.sum, count, (PLACEMENTS[(idx + count) % 4],))
 

@@ -14,6 +14,7 @@ from symmcomm.memory.signals import (
     LINE_BYTES,
     NUM_CHANNELS,
     NUM_MESSAGE_SLOTS,
+    NUM_SLOTS,
     PAGE_BYTES,
     ControlLayout,
     align_up,
@@ -54,13 +55,16 @@ WORLDS = st.integers(1, 256)
 STAGING = st.integers(0, 1 << 28)
 
 
-@given(WORLDS, st.integers(1, 512), STAGING, st.integers(-1, 10**9))
-def test_choice_fits(world_size: int, num_cores: int, staging_bytes: int, spin: int) -> None:
+@given(WORLDS, st.integers(1, 512), STAGING, st.booleans(), st.integers(-1, 10**9))
+def test_choice_fits(world_size: int, num_cores: int, staging_bytes: int, single_copy: bool, spin: int) -> None:
     slot_bytes = ControlLayout.create(world_size, staging_bytes).slot_bytes
-    tuning = choose(world_size, num_cores, slot_bytes, spin)
-    assert admits(tuning.one_shot_bytes, slot_bytes)
+    tuning = choose(world_size, num_cores, slot_bytes, single_copy, spin)
+    assert admits(tuning.chunk_bytes, slot_bytes)
+    assert tuning.chunk_bytes >= 64  # whole lines
     assert tuning.one_shot_bytes >= 8  # an element, at the least
-    assert 8 <= tuning.chunk_bytes <= slot_bytes // 2
+    if not single_copy:
+        assert tuning.single_copy_bytes > 1 << 50
+        assert tuning.reduced_single_copy_bytes > 1 << 50
     assert tuning.spins >= 0
     assert tuning.yields >= 0
     if spin >= 0:
@@ -68,14 +72,14 @@ def test_choice_fits(world_size: int, num_cores: int, staging_bytes: int, spin: 
 
 
 def test_admits() -> None:
-    assert admits(4096, 4096)
-    assert not admits(4097, 4096)
+    assert admits(4096, 8192)
+    assert not admits(4097, 8192)
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_ranks_without_a_core_each_spin_less(world_size: int, num_cores: int) -> None:
-    tuning = choose(world_size, num_cores, 4 << 20)
-    alone = choose(world_size, world_size, 4 << 20)
+    tuning = choose(world_size, num_cores, 4 << 20, True)
+    alone = choose(world_size, world_size, 4 << 20, True)
     assert (tuning.spins < alone.spins) == (world_size > num_cores)
 
 
@@ -94,7 +98,7 @@ def regions(layout: ControlLayout) -> list[tuple[str, int, int]]:
         ("splits", layout.splits, 2 * world_size * 16),
         ("signal_pad", layout.signal_pad, 4 * NUM_CHANNELS * world_size),
         ("messages", layout.messages, world_size * NUM_MESSAGE_SLOTS * layout.message_bytes),
-        ("staging", layout.staging, 2 * layout.slot_bytes),
+        ("staging", layout.staging, NUM_SLOTS * layout.slot_bytes),
     ]
 
 
@@ -114,7 +118,7 @@ def test_regions_do_not_overlap(staging_bytes: int) -> None:
 @given(WORLDS, STAGING)
 def test_slots_divide_among_ranks(world_size: int, staging_bytes: int) -> None:
     layout = ControlLayout.create(world_size, staging_bytes)
-    assert 2 * layout.slot_bytes >= staging_bytes
+    assert NUM_SLOTS * (layout.slot_bytes + 1) > staging_bytes
     assert layout.slot_bytes // world_size >= LINE_BYTES
     assert layout.slot_bytes % (2 * world_size * LINE_BYTES) == 0
     assert layout.message_bytes > LINE_BYTES

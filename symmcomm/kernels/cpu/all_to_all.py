@@ -80,7 +80,7 @@ def _agree(ctx: int, call: int, source: int) -> int:
         return c.STOPPED
     for peer in range(c.get(ctx, c.WORLD_SIZE)):
         if described(ctx, c.get(ctx, c.EPOCH), peer, VOTE) != 0:
-            return c.mismatch(ctx, peer, 1)
+            return c.mismatch(ctx, peer, c.IN_VOTES)
     return c.OK
 
 

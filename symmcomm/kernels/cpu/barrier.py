@@ -46,6 +46,7 @@ from symmcomm.kernels.cpu.primitives import (
     store_i64,
     store_release,
 )
+from symmcomm.memory.signals import WAITING
 
 POLL_INTERVAL_NS = 20_000_000
 CALL, COUNT, SOURCE, VOTE = 8, 16, 24, 32  # offsets in a line
@@ -68,12 +69,19 @@ def signal(word: int, epoch: int) -> None:
 
 
 @njit(cache=True, nogil=True)
+def show_waiting(ctx: int, whom: int) -> None:
+    """Tells the peers whom this rank waits for (1 + rank, or 0): so that a time-out names who kept all waiting."""
+    store_i64(c.peer_address(ctx, c.get(ctx, c.RANK), WAITING), whom)
+
+
+@njit(cache=True, nogil=True)
 def note_wait(ctx: int, word: int, expected: int, peer: int) -> None:
     """Leaves for ``POLL`` what is waited for; it notes the time itself when it finds WAIT_SINCE zero."""
     c.put(ctx, c.WAIT_WORD, word)
     c.put(ctx, c.WAIT_EXPECTED, expected)
     c.put(ctx, c.WAIT_PEER, peer)
     c.put(ctx, c.WAIT_SINCE, 0)
+    show_waiting(ctx, peer + 1)
 
 
 @njit(cache=True, nogil=True)
@@ -96,6 +104,7 @@ def wait(ctx: int, word: int, epoch: int, peer: int) -> bool:
             woken = futex_wait(word, seen, POLL_INTERVAL_NS)
         atomic_add(word + _SLEEPERS, 0xFFFFFFFF)
         if reached(word, epoch):
+            show_waiting(ctx, 0)
             return True
         if woken != 0 and call_1(c.get(ctx, c.POLL), ctx) == 0:
             return reached(word, epoch)  # a peer may signal and only then leave
@@ -173,7 +182,7 @@ def meet(ctx: int, call: int, count: int, source: int, vote: int) -> int:
         return c.STOPPED
     for peer in range(c.get(ctx, c.WORLD_SIZE)):
         if described(ctx, epoch, peer, CALL) != call or described(ctx, epoch, peer, COUNT) != count:
-            return c.mismatch(ctx, peer, 0)
+            return c.mismatch(ctx, peer, c.IN_OPENING)
     return c.OK
 
 
@@ -220,6 +229,8 @@ def swap(ctx: int, word: int, before: int, after: int, peer: int) -> bool:
             futex_wait(word, after, 1_000_000)
             if call_1(c.get(ctx, c.POLL), ctx) == 0:
                 return compare_and_swap(word, before, after) == before
+    if tries > spins:
+        show_waiting(ctx, 0)
     return True
 
 

@@ -21,16 +21,17 @@ WAIT_PEER, WAIT_EXPECTED, WAIT_WORD, WAIT_SINCE = 21, 22, 23, 24  # what the ran
 TILE, ADDRESSES, SOURCES, TARGETS = 25, 26, 27, 28  # scratch: accumulators; one address or offset a peer
 CHUNKS_SENT, CHUNKS_TAKEN = 29, 30  # counters of point-to-point chunks, one a peer
 DELAY_NS = 31  # fault injection: how long this rank sleeps before each of its signals
-# Who disagrees, and where it stands: 0 in the opening lines, 1 in votes, else the address of a line.
-MISMATCH_PEER, MISMATCH_LINE = 32, 33
+MISMATCH_PEER, MISMATCH_PLACE = 32, 33  # who disagrees, and what tells: see IN_OPENING and the following
 SPLITS, INCOMING, OUTGOING, EXPECTED = 34, 35, 36, 37  # an all-to-all's table, and its scratch
 HEAP_BYTES = 38  # of this rank's part of the address space
 # Least sizes read out of tensors themselves: all-reduce of symmetric, of ordinary ones; other calls on ordinary ones.
 IN_PLACE_BYTES, REDUCED_SINGLE_COPY_BYTES, SINGLE_COPY_BYTES = 39, 40, 41
 PIPELINED_BYTES = 42  # from here on a call with one sender is staged again
 PIDS = 43  # process ids, one a peer
-NUM_FIELDS = 44
+EXPECTED_CALL, EXPECTED_COUNT, SENT_CALL, SENT_COUNT = 44, 45, 46, 47  # of a message that was refused
+NUM_FIELDS = 48
 
+IN_OPENING, IN_VOTES, AS_SENDER, AS_RECEIVER = 0, 1, 2, 3  # lines of the barrier; or EXPECTED_ and SENT_ fields
 OPEN, IN_CALL, CLOSED, FAILED, FORKED = 0, 1, 2, 3, 4  # values of STATE
 OK, STOPPED, MISMATCH, REFUSED = 0, 1, 2, 3  # what a kernel returns; STOPPED: a wait, by POLL; REFUSED: not OPEN
 
@@ -67,10 +68,10 @@ def slot_offset(ctx: int, epoch: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def mismatch(ctx: int, peer: int, line: int) -> int:
+def mismatch(ctx: int, peer: int, place: int) -> int:
     """Notes a disagreement for ``collectives.mismatch``."""
     put(ctx, MISMATCH_PEER, peer)
-    put(ctx, MISMATCH_LINE, line)
+    put(ctx, MISMATCH_PLACE, place)
     return MISMATCH
 
 

@@ -135,7 +135,6 @@ class Communicator:
             c.MESSAGE_BYTES: layout.message_bytes, c.STAGING: layout.staging, c.SLOT_BYTES: layout.slot_bytes,
             c.CHUNK_BYTES: self.tuning.chunk_bytes, c.ONE_SHOT_BYTES: self.tuning.one_shot_bytes,
             c.IN_PLACE_BYTES: self.tuning.in_place_bytes, c.SINGLE_COPY_BYTES: self.tuning.single_copy_bytes,
-            c.REDUCED_SINGLE_COPY_BYTES: self.tuning.reduced_single_copy_bytes,
             c.PIPELINED_BYTES: self.tuning.pipelined_bytes,
             c.SPINS: self.tuning.spins, c.YIELDS: self.tuning.yields,
             c.TILE: context[c.NUM_FIELDS :].ctypes.data, c.HEAP_BYTES: self.heap_bytes,

@@ -15,8 +15,7 @@ class Tuning:
     Attributes:
         one_shot_bytes: the largest all-reduce of ordinary tensors done one-shot.
         in_place_bytes: the least all-reduce that reads symmetric tensors in place instead of copying them first.
-        reduced_single_copy_bytes: the least all-reduce of ordinary tensors that reads them out of their processes.
-        single_copy_bytes: the least part that other collectives read so.
+        single_copy_bytes: the least part that collectives other than all-reduce read out of an ordinary tensor itself.
         pipelined_bytes: the least broadcast that is staged again, as sender and takers then work at the same time.
         chunk_bytes: what one step of a pipeline moves.
         spins: polls before a waiting rank yields its core.
@@ -25,7 +24,6 @@ class Tuning:
 
     one_shot_bytes: int
     in_place_bytes: int
-    reduced_single_copy_bytes: int
     single_copy_bytes: int
     pipelined_bytes: int
     chunk_bytes: int
@@ -59,7 +57,6 @@ def choose(world_size: int, num_cores: int, slot_bytes: int, single_copy: bool, 
     return Tuning(
         one_shot_bytes=NEVER if world_size == 2 else one_shot,
         in_place_bytes=8 << 10,
-        reduced_single_copy_bytes=(8 << 20) if single_copy else NEVER,
         single_copy_bytes=(32 << 10) if single_copy else NEVER,
         pipelined_bytes=NEVER if crowded else 1 << 20,
         chunk_bytes=chunk,

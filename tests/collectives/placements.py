@@ -28,7 +28,7 @@ def communicator(path: str) -> Iterator[Communicator]:
         if path == "direct":
             fields = [c.IN_PLACE_BYTES]
             if comm.single_copy:  # else the system forbids it: ordinary tensors are staged
-                fields += [c.SINGLE_COPY_BYTES, c.REDUCED_SINGLE_COPY_BYTES]
+                fields += [c.SINGLE_COPY_BYTES]
             for field in fields:
                 ctypes.c_int64.from_address(comm.ctx + 8 * field).value = 1
         comm.barrier()

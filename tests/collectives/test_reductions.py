@@ -40,9 +40,11 @@ def edge_sizes(comm: Communicator, dtype: DType) -> list[int]:
 
 
 def all_cases(comm: Communicator) -> Iterator[Case]:
+    """The full product; with three ranks, two of the four placements in turn."""
     for dtype, op in PAIRS:
-        for count in (*SIZES, *edge_sizes(comm, dtype)):
-            yield Case(dtype, op, count, PLACEMENTS)
+        for idx, count in enumerate((*SIZES, *edge_sizes(comm, dtype))):
+            placements = PLACEMENTS if comm.world_size < 3 else PLACEMENTS[(idx + op) % 2 :: 2]
+            yield Case(dtype, op, count, placements)
 
 
 def thinned_cases(comm: Communicator) -> Iterator[Case]:

@@ -7,16 +7,14 @@ ranks' slots into its tensor. The next chunk is in its slot and signalled before
 writes it into slice r of all tensors; barrier. Nobody but rank r touches slice r between the two, so no copy is needed;
 the second barrier makes the results visible and ends the reading.
 
-**Two-shot by single copies** (large tensors, some private to their processes): barrier; rank r reduces slice r of all
-tensors into slice r of its own; barrier; it copies the other slices out of their owners' tensors; barrier. Between the
-first two only slice r of rank r's tensor is written, and only rank r reads slice r elsewhere; between the last two only
-slice p of rank p's tensor is read, and rank p does not write that.
-
 **Two-shot staged**: a pipeline over chunks with one barrier a step. Before barrier e a rank copies chunk k into slot e,
 and reduces its slice of chunk k - 1, which peers hold in slots e - 1, into the result half of slot e; after e it
 collects the reduced slices of chunk k - 1. By the rule of reuse (see ``barrier``) the slots of e - 1 stay as
 they are until then. A symmetric tensor among ordinary ones is read in place: its owner writes chunk
 k - 1 only after barrier e, when all have read it.
+
+(Reading ordinary tensors out of their processes, as other collectives do, was measured and is slower here: both
+directions at once pay for the pages that the kernel looks up.)
 
 The order of the sum is that of the ranks in all of them, and one rank computes each element (or all compute it alike),
 so the bits are the same on every rank and for every path. Which path is taken follows from the size and from what all
@@ -32,8 +30,6 @@ from symmcomm.kernels.cpu.barrier import arrive, await_peers, meet, sync
 from symmcomm.kernels.cpu.primitives import call_5, load_i64, memcpy, store_i64
 from symmcomm.kernels.cpu.windows import (
     STAGED,
-    fetch,
-    gather_addresses,
     note_sources,
     own_slot,
     slice_start,
@@ -84,28 +80,6 @@ def _in_place(ctx: int, count: int, itemsize: int, function: int, root: int) -> 
         _reduce(ctx, function, result, n)
         for hop in range(1, world_size if root < 0 else 1):
             memcpy(load_i64(addresses + 8 * ((rank + hop) % world_size)), result, n * itemsize)
-    return c.OK if sync(ctx) else c.STOPPED
-
-
-@njit(cache=True, nogil=True)
-def _by_single_copies(ctx: int, tensor: int, count: int, itemsize: int, function: int) -> int:
-    rank, world_size, epoch = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.EPOCH)
-    start, end = slice_start(count, world_size, rank, itemsize), slice_start(count, world_size, rank + 1, itemsize)
-    step = min(c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES) // world_size) // itemsize
-    for at in range(start, end, step):
-        n = min(step, end - at)
-        if not gather_addresses(ctx, epoch, 0, at * itemsize, n * itemsize):
-            return c.STOPPED
-        store_i64(c.get(ctx, c.ADDRESSES) + 8 * rank, tensor + at * itemsize)
-        _reduce(ctx, function, tensor + at * itemsize, n)
-    if not sync(ctx):
-        return c.STOPPED
-    for hop in range(1, world_size):
-        peer = (rank + hop) % world_size
-        at = slice_start(count, world_size, peer, itemsize) * itemsize
-        num_bytes = slice_start(count, world_size, peer + 1, itemsize) * itemsize - at
-        if num_bytes > 0 and not fetch(ctx, peer, epoch, 0, at, tensor + at, num_bytes):
-            return c.STOPPED
     return c.OK if sync(ctx) else c.STOPPED
 
 
@@ -167,12 +141,7 @@ def _staged(
 def _all_reduce(ctx: int, call: int, tensor: int, count: int, itemsize: int, function: int, root: int) -> int:
     num_bytes = count * itemsize
     small = num_bytes <= c.get(ctx, c.ONE_SHOT_BYTES)
-    source = STAGED
-    if num_bytes >= c.get(ctx, c.IN_PLACE_BYTES):
-        single = root < 0 and num_bytes >= c.get(
-            ctx, c.REDUCED_SINGLE_COPY_BYTES
-        )  # with a root, tensors stay as they are
-        source = source_of(ctx, tensor, single)
+    source = source_of(ctx, tensor, False) if num_bytes >= c.get(ctx, c.IN_PLACE_BYTES) else STAGED
     per_chunk = min(c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES) // 2) // itemsize
     if source == STAGED:
         slot = own_slot(ctx, c.get(ctx, c.EPOCH) + 1)
@@ -183,11 +152,9 @@ def _all_reduce(ctx: int, call: int, tensor: int, count: int, itemsize: int, fun
     status = meet(ctx, call, count, source, 0)
     if status != c.OK:
         return status
-    num_symmetric, num_private, num_staged = note_sources(ctx, c.get(ctx, c.EPOCH), -1)
-    if num_staged + num_private == 0:
+    num_symmetric, _, num_staged = note_sources(ctx, c.get(ctx, c.EPOCH), -1)
+    if num_staged == 0:
         return _in_place(ctx, count, itemsize, function, root)
-    if num_private > 0:
-        return _by_single_copies(ctx, tensor, count, itemsize, function)
     if small and num_symmetric == 0:
         return _one_shot(ctx, tensor, count, itemsize, per_chunk, function, root)
     return _staged(ctx, tensor, count, itemsize, per_chunk, source, function, root)

@@ -47,6 +47,13 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
+def _parse_gpu_memory(text: str) -> str:
+    choices = ("auto", "cuda_vmm", "fabric", "cuda_ipc")
+    if text not in choices:
+        raise ArgumentError(f"{text!r} is none of {', '.join(choices)}")
+    return text
+
+
 def _variable(name: str, parse: Any, default: Any, doc: str) -> Any:
     return field(default=default, metadata={"name": name, "parse": parse, "doc": doc})
 
@@ -74,6 +81,16 @@ class Settings:
     spin: int = _variable(
         "SYMMCOMM_SPIN", int, -1, "polls before a waiting rank yields its core; -1 chooses by ranks and cores"
     )
+    gpu_memory: str = _variable(
+        "SYMMCOMM_GPU_MEMORY",
+        _parse_gpu_memory,
+        "auto",
+        "how GPUs share memory: auto takes the first that works of cuda_vmm, fabric, cuda_ipc",
+    )
+    share_gpu: bool = _variable("SYMMCOMM_SHARE_GPU", _parse_bool, False, "1 lets several ranks use one GPU")
+    disable_multicast: bool = _variable(
+        "SYMMCOMM_DISABLE_MULTICAST", _parse_bool, False, "1 forbids NVLink multicast, whatever the hardware says"
+    )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -93,6 +110,29 @@ class Settings:
     def variables(self) -> list[tuple[str, Any, str]]:
         """(name, value in force, what it does), one a variable."""
         return [(f.metadata["name"], getattr(self, f.name), f.metadata["doc"]) for f in fields(self)]
+
+
+_MULTICAST_PERMITS = {
+    "SYMMCOMM_DISABLE_MULTICAST": ("", "0", "false", "no", "off"),
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": ("", "0", "false", "no", "off"),
+    "NCCL_NVLS_ENABLE": ("", "1", "2", "true", "yes", "on"),
+    "NVSHMEM_DISABLE_NVLS": ("", "0", "false", "no", "off"),
+}
+"""Variables that speak about NVLink multicast, each with the values that leave it allowed."""
+
+
+def multicast_vetoes(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The variables that forbid NVLink multicast in this process, as ``NAME=value``.
+
+    What one of the four libraries was told holds for all: a machine where NCCL must not use multicast is one where
+    nobody must. A value that is not clearly a permission forbids.
+    """
+    environ = os.environ if environ is None else environ
+    return [
+        f"{name}={environ[name]}"
+        for name, permits in _MULTICAST_PERMITS.items()
+        if name in environ and environ[name].strip().lower() not in permits
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from symmcomm.bench.mpi_installations import MPIInstallation, find_mpis
 from symmcomm.bench.plot import bytes_text, plot
 from symmcomm.bench.rank import Ranks, end_now
 from symmcomm.bench.report import Report, figure, refusals, table
-from symmcomm.bench.run import joined, new_report, parse_peers, present, run, start_teams
+from symmcomm.bench.run import PEERS, joined, new_report, parse_peers, present, run, start_teams
 from symmcomm.bench.team import Team
 from symmcomm.bench.timing import Measurement, num_steps
 from symmcomm.env import Launch, parse_bytes
@@ -78,44 +78,74 @@ def _parse_plot(text: str) -> Path:
     return _parse_output(text)
 
 
+def _check_ranks(nproc: int | None) -> int | None:
+    if nproc is not None and not 1 <= nproc <= MAX_RANKS:
+        raise typer.BadParameter(f"{nproc} is not in 1..{MAX_RANKS}")
+    return nproc
+
+
+def _check_rounds(rounds: int) -> int:
+    if rounds < 1:
+        raise typer.BadParameter(f"{rounds} is not positive")
+    return rounds
+
+
+Nproc = Annotated[
+    int | None, typer.Option("--nproc", callback=_check_ranks, help=f"Ranks to start, up to {MAX_RANKS}.")
+]
+Begin = Annotated[
+    int,
+    typer.Option("--begin", "-b", metavar="SIZE", parser=_checked(parse_bytes), show_default="1K", help="First size."),
+]
+End = Annotated[
+    int,
+    typer.Option("--end", "-e", metavar="SIZE", parser=_checked(parse_bytes), show_default="64M", help="Last size."),
+]
+Factor = Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")]
+Dtype = Annotated[
+    DType,
+    typer.Option(
+        "--dtype", "-d", metavar="NAME", parser=_checked(_parse_dtype), show_default="float32",
+        help=f"Out of {', '.join(DType.__members__)}.",
+    ),
+]
+Reduction = Annotated[
+    Op,
+    typer.Option(
+        "--op", metavar="NAME", parser=_checked(_parse_op), show_default="sum",
+        help=f"Out of {', '.join(Op.__members__)}.",
+    ),
+]
+Peers = Annotated[
+    str, typer.Option("--peers", metavar="NAMES", help=f"Out of {', '.join(PEERS)}; mpi is every MPI installed.")
+]
+Rounds = Annotated[int, typer.Option("--rounds", callback=_check_rounds, help="Of about 20 ms; the median counts.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", parser=_checked(_parse_output), help="For every figure.")
+]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", parser=_checked(_parse_plot), help="For time over size.")
+]
+
+
 @app.command()
 def bench(
     collective: Annotated[Collective, typer.Argument(help="What to measure.")] = Collective.all_reduce,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, max=MAX_RANKS, help="Ranks to start; by default one a core, 2 to 8.")
-    ] = None,
-    begin: Annotated[
-        int, typer.Option("-b", "--begin", metavar="SIZE", parser=_checked(parse_bytes), show_default="1K", help="First.")
-    ] = 1 << 10,
-    end: Annotated[
-        int, typer.Option("-e", "--end", metavar="SIZE", parser=_checked(parse_bytes), show_default="64M", help="Last.")
-    ] = 64 << 20,
-    factor: Annotated[float, typer.Option("-f", "--factor", help="From one size to the next.")] = 4.0,
-    dtype: Annotated[
-        DType,
-        typer.Option(
-            "-d", "--dtype", metavar="NAME", parser=_checked(_parse_dtype), show_default="float32",
-            help=f"Out of {', '.join(DType.__members__)}.",
-        ),
-    ] = DType.float32,
-    op: Annotated[
-        Op,
-        typer.Option(
-            metavar="NAME", parser=_checked(_parse_op), show_default="sum", help=f"Out of {', '.join(Op.__members__)}."
-        ),
-    ] = Op.sum,
-    peers: Annotated[str, typer.Option(metavar="NAMES", help="Out of gloo, openmpi, mpich; mpi is every MPI installed.")] = "none",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of about 20 ms; the median counts.")] = 5,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", parser=_checked(_parse_output), help="Write every figure there.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", parser=_checked(_parse_plot), help="Draw time over size there.")
-    ] = None,
+    nproc: Nproc = None,
+    begin: Begin = 1 << 10,
+    end: End = 64 << 20,
+    factor: Factor = 4.0,
+    dtype: Dtype = DType.float32,
+    op: Reduction = Op.sum,
+    peers: Peers = "none",
+    rounds: Rounds = 5,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
 ) -> None:
     """Measures a collective and its peers in one run, as nccl-tests does; every result is checked first.
 
-    Starts its ranks itself, or joins those of torchrun or mpirun. Exit code 1 if a rank failed or a result was wrong.
+    Starts its ranks itself (by default one a core, 2 to 8), or joins those of torchrun or mpirun. Exit code 1 if a rank
+    failed or a result was wrong.
     """
     launch = Launch.from_env()
     world_size = _world_size(nproc, launch)
@@ -137,6 +167,8 @@ def bench(
     else:
         report = _measure_spawned(work, chosen, rounds, mpis)
     if report is not None:
+        if "mpi" in peers.split(",") and not mpis:
+            report.notes.append("mpi: n/a, no MPI and mpi4py are installed here")
         _write(report, work[0], json_file, plot_file)
         raise typer.Exit(0 if report.right else 1)
 
@@ -152,7 +184,7 @@ def _world_size(nproc: int | None, launch: Launch) -> int:
 
 def _measure_spawned(work: list[Case], peers: list[str], rounds: int, mpis: dict[str, MPIInstallation]) -> Report:
     """Starts the ranks. An error prints what was measured up to then."""
-    report = new_report(work[0].world_size, rounds, mpis, [])
+    report = new_report(work[0].world_size, rounds, mpis)
     try:
         _run(start_teams(peers, work[0].world_size, mpis), work, report)
     except SymmCommError as error:
@@ -163,16 +195,17 @@ def _measure_spawned(work: list[Case], peers: list[str], rounds: int, mpis: dict
 
 
 def _measure_joined(work: list[Case], peers: list[str], rounds: int, launch: Launch) -> Report | None:
-    """On the ranks that a launcher started; the report is rank 0's. An error ends the process, the launcher the others."""
+    """On ranks that a launcher started; the report is rank 0's. An error ends the process, the launcher the rest."""
     peers, notes = present(peers, launch)
-    report = new_report(work[0].world_size, rounds, {}, notes)
+    report = new_report(work[0].world_size, rounds, {})
+    report.notes += notes
     try:
         ranks = Ranks([*OWN, *peers])
         if ranks.rank != 0:
             ranks.follow()
             return None
         _run([ranks], work, report)
-    except BaseException:  # noqa: BLE001  whatever it is, nobody is left waiting
+    except BaseException:  # whatever it is, nobody is left waiting
         _print_table(report)
         traceback.print_exc()
         end_now()
@@ -217,8 +250,8 @@ def _print_table(report: Report) -> None:
 
 def _write(report: Report, first: Case, json_file: Path | None, plot_file: Path | None) -> None:
     machine = report.machine
-    head = f"# {first.collective.value}, {first.world_size} ranks on {machine['usable_cores']} cores of {machine['cpu']}"
-    print(f"{head}, median of {report.rounds} rounds")
+    ranks = f"{first.world_size} ranks on {machine['usable_cores']} cores of {machine['cpu']}"
+    print(f"# {first.collective.value}, {ranks}, median of {report.rounds} rounds")
     _print_table(report)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=1) + "\n")
@@ -229,14 +262,12 @@ def _write(report: Report, first: Case, json_file: Path | None, plot_file: Path 
 
 @app.command()
 def doctor(
-    nproc: Annotated[
-        int | None, typer.Option(min=1, max=MAX_RANKS, help="Also start so many ranks and let them reduce.")
-    ] = None,
+    nproc: Nproc = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Says what was found, which paths are possible, and why the others are not.
 
-    Exit code 1 if ranks were asked for and did not agree.
+    With --nproc, also starts ranks and lets them reduce; exit code 1 if they do not agree.
     """
     diagnosis = doctors.examine(nproc)
     if as_json:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -16,29 +17,32 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from symmcomm.bootstrap import connect
+from symmcomm.bootstrap import Bootstrap, connect
 from symmcomm.bootstrap.host import check_same_host
 from symmcomm.collectives.all_gather import all_gather_bytes, all_gather_into_tensor, broadcast, gather
 from symmcomm.collectives.all_reduce import all_reduce, reduce
 from symmcomm.collectives.all_to_all import all_to_all_single, scatter
-from symmcomm.collectives.arguments import check_tensor
+from symmcomm.collectives.arguments import check_dense, check_tensor, check_whole
 from symmcomm.collectives.barrier import barrier
+from symmcomm.collectives.lists import all_gather, all_to_all
 from symmcomm.collectives.mismatch import explain
 from symmcomm.collectives.point_to_point import recv, send
 from symmcomm.collectives.reduce_scatter import reduce_scatter_tensor
 from symmcomm.env import Settings
-from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, MismatchError
+from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, DTypeError, MismatchError
 from symmcomm.kernels import cpu
 from symmcomm.kernels.compile import compile_once
 from symmcomm.kernels.cpu import context as c
 from symmcomm.memory.exchange import DescriptorExchange
 from symmcomm.memory.handle import SymmetricHandle
 from symmcomm.memory.heap import SymmetricHeap
+from symmcomm.memory.private import agree_on_reading
 from symmcomm.memory.signals import ControlLayout
 from symmcomm.memory.status import Fate, Report, StatusPage
 from symmcomm.schedule.select import choose
 from symmcomm.watch import Watch
 
+_CONCURRENT = "another thread is in a call on this communicator: give each thread its own by split()"
 _VERSION = 1  # of the layout and the protocols in shared memory; ranks must agree
 
 
@@ -50,6 +54,7 @@ class Communicator:
         rank, world_size: of this process.
         settings: the SYMMCOMM_* variables in force.
         num_cores: cores that the ranks share; with fewer than ranks, waiting ranks yield early.
+        single_copy: whether ranks may read each other's ordinary tensors (``memory.private``).
         bootstrap_name: how the ranks found each other.
     """
 
@@ -59,9 +64,11 @@ class Communicator:
     reduce_scatter_tensor = reduce_scatter_tensor
     all_gather_into_tensor = all_gather_into_tensor
     all_gather_bytes = all_gather_bytes
+    all_gather = all_gather
     broadcast = broadcast
     gather = gather
     all_to_all_single = all_to_all_single
+    all_to_all = all_to_all
     scatter = scatter
     send = send
     recv = recv
@@ -73,21 +80,25 @@ class Communicator:
         all_gather: Callable[[bytes], list[bytes]],
         settings: Settings,
         num_cores: int,
+        single_copy: bool,
         bootstrap_name: str,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.settings, self.num_cores, self.bootstrap_name = settings, num_cores, bootstrap_name
+        self.single_copy = single_copy
         self.kernels = cpu.load()
         self.all_reduce_entry = self.kernels.all_reduce
         self.all_reductions: dict[tuple[object, ...], int] = {}
         self.reductions: dict[tuple[object, ...], int] = {}
+        self.calls: dict[tuple[object, ...], tuple[int, int]] = {}
         self.blocks: list[NDArray[np.int64]] = []
         self.layout = ControlLayout.create(world_size, settings.staging_bytes)
-        self.tuning = choose(world_size, num_cores, self.layout.slot_bytes, settings.spin)
+        self.tuning = choose(world_size, num_cores, self.layout.slot_bytes, single_copy, settings.spin)
         exchange = DescriptorExchange(rank, world_size, all_gather, settings.timeout_s)
         self.heap = SymmetricHeap(rank, world_size, self.layout.end, settings.heap_max_bytes, exchange)
         self.heap_address, self.heap_bytes = self.heap.own_address, self.heap.stride
         self._failure: BaseException | None = None
+        self._tables = threading.Lock()
         self._pages = [
             StatusPage(self.heap.base + peer * self.heap.stride + self.layout.status) for peer in range(world_size)
         ]
@@ -99,7 +110,17 @@ class Communicator:
     def _fill_context(self) -> None:
         """Lays out the fields and scratch tables that kernels read (``kernels.cpu.context``)."""
         layout, world_size = self.layout, self.world_size
-        tables = (c.ADDRESSES, c.SOURCES, c.TARGETS, c.CHUNKS_SENT, c.CHUNKS_TAKEN, c.EXPECTED, c.INCOMING, c.OUTGOING)
+        tables = (
+            c.PIDS,
+            c.ADDRESSES,
+            c.SOURCES,
+            c.TARGETS,
+            c.CHUNKS_SENT,
+            c.CHUNKS_TAKEN,
+            c.EXPECTED,
+            c.INCOMING,
+            c.OUTGOING,
+        )
         sizes = [2 * world_size if table in (c.INCOMING, c.OUTGOING) else world_size for table in tables]
         context = np.zeros(c.NUM_FIELDS + c.TILE_ELEMENTS + sum(sizes), dtype=np.int64)
         self._context, self.ctx = context, context.ctypes.data
@@ -108,6 +129,7 @@ class Communicator:
             views[table] = context[start : start + size]
             context[table] = views[table].ctypes.data
             start += size
+        views[c.PIDS][:] = self.heap.exchange.pids
         self.targets, self.expected, self.outgoing = views[c.TARGETS], views[c.EXPECTED], views[c.OUTGOING]
         fields = {
             c.BASE: self.heap.base, c.STRIDE: self.heap.stride, c.RANK: self.rank, c.WORLD_SIZE: world_size,
@@ -115,6 +137,8 @@ class Communicator:
             c.SPLITS: layout.splits, c.SIGNAL_PAD: layout.signal_pad, c.MESSAGES: layout.messages,
             c.MESSAGE_BYTES: layout.message_bytes, c.STAGING: layout.staging, c.SLOT_BYTES: layout.slot_bytes,
             c.CHUNK_BYTES: self.tuning.chunk_bytes, c.ONE_SHOT_BYTES: self.tuning.one_shot_bytes,
+            c.IN_PLACE_BYTES: self.tuning.in_place_bytes, c.SINGLE_COPY_BYTES: self.tuning.single_copy_bytes,
+            c.PIPELINED_BYTES: self.tuning.pipelined_bytes,
             c.SPINS: self.tuning.spins, c.YIELDS: self.tuning.yields,
             c.TILE: context[c.NUM_FIELDS :].ctypes.data, c.HEAP_BYTES: self.heap_bytes,
         }  # fmt: skip
@@ -135,6 +159,8 @@ class Communicator:
         shape = tuple(n for n in entries if isinstance(n, int) and n >= 0)
         if len(shape) != len(entries):
             raise ArgumentError(f"size={tuple(entries)} has an entry that is no non-negative whole number")
+        if not isinstance(dtype, torch.dtype):
+            raise DTypeError(f"dtype={dtype!r} is no torch.dtype")
         self.check_open()
         count = math.prod(shape)
         num_bytes = max(count * dtype.itemsize, 1)
@@ -147,6 +173,7 @@ class Communicator:
     def free(self, tensor: torch.Tensor) -> None:
         """Collective. Returns a symmetric tensor's memory to the heap; the tensor must not be used any more."""
         self.check_open()
+        check_dense(tensor, "tensor")
         offset = self.heap.offset_of(tensor.untyped_storage().data_ptr(), 0)
         if offset < 0:
             raise ArgumentError("tensor is not symmetric: it does not come from empty() of this communicator")
@@ -158,6 +185,7 @@ class Communicator:
 
     def rendezvous(self, tensor: torch.Tensor) -> SymmetricHandle:
         """Collective. The handle through which this rank reaches all ranks' copies of a symmetric tensor."""
+        self.check_open()
         check_tensor(tensor, "tensor")
         _, offset = self.locate(tensor)
         if offset < 0:
@@ -181,8 +209,9 @@ class Communicator:
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Collective. Communicators of the ranks that give the same ``color``, ordered by (``key``, rank), as
         MPI_Comm_split; None for ranks whose color is None. Each has memory and channels of its own."""
-        if color is not None and not isinstance(color, int):
-            raise ArgumentError(f"color={color!r} is no whole number and not None")
+        if color is not None:
+            check_whole(color, "color")
+        check_whole(key, "key")
         answers = [json.loads(answer) for answer in self.all_gather_bytes(json.dumps([color, key]).encode())]
         members = [peer for peer, answer in enumerate(answers) if answer[0] == color]
         members.sort(key=lambda peer: (answers[peer][1], peer))
@@ -195,16 +224,24 @@ class Communicator:
             return [everybody[peer] for peer in members]
 
         name = f"split of {self.world_size} ranks"
-        return Communicator(members.index(self.rank), len(members), all_gather, self.settings, self.num_cores, name)
+        return Communicator(
+            members.index(self.rank), len(members), all_gather, self.settings, self.num_cores, self.single_copy, name
+        )
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Collective. Waits for all ranks and gives everything back; tensors on the heap stay readable. Repeating it is
-        harmless, and after a failure it does not wait."""
+        harmless, and after a failure it does not wait.
+
+        Args:
+            wait: False closes this rank's side alone; a peer that then waits for it gets PeerAbortedError.
+        """
         state = int(self._context[c.STATE])
         if state in (c.CLOSED, c.FORKED):
             return
+        if state == c.IN_CALL:  # on another thread, which would find its memory gone
+            self.fail(c.REFUSED)
         try:
-            if state == c.OPEN:
+            if state == c.OPEN and wait:
                 self.barrier()
         finally:
             self._context[c.STATE] = c.CLOSED
@@ -243,6 +280,17 @@ class Communicator:
         finally:
             self.watch.timeout_s = before
 
+    @contextlib.contextmanager
+    def tables(self) -> Iterator[None]:
+        """The right to fill the scratch tables that a kernel will read; refused while another thread has it."""
+        if not self._tables.acquire(blocking=False):
+            raise ConcurrentCallError(_CONCURRENT)
+        try:
+            self.check_open()
+            yield
+        finally:
+            self._tables.release()
+
     # Failure.
 
     def field(self, number: int) -> int:
@@ -268,9 +316,7 @@ class Communicator:
             raise ClosedError("the communicator is closed")
         if state == c.FAILED and self._failure is not None:
             raise self._failure
-        raise ConcurrentCallError(
-            "another thread is in a call on this communicator: give each thread its own by split()"
-        )
+        raise ConcurrentCallError(_CONCURRENT)
 
 
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -285,7 +331,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def init(group: dist.ProcessGroup | None = None, *, settings: Settings | None = None) -> Communicator:
+def init(
+    group: dist.ProcessGroup | None = None, *, settings: Settings | None = None, bootstrap: Bootstrap | None = None
+) -> Communicator:
     """Collective. A communicator of all ranks.
 
     The ranks are those of ``group``, else of torch.distributed's default group if there is one, else those that
@@ -293,6 +341,7 @@ def init(group: dist.ProcessGroup | None = None, *, settings: Settings | None = 
 
     Args:
         settings: in place of the SYMMCOMM_* variables.
+        bootstrap: how the ranks reach each other, if not in one of these ways; closed at the end.
 
     Raises:
         BootstrapError: the ranks did not find each other. HostMismatchError: they are on different hosts.
@@ -300,7 +349,7 @@ def init(group: dist.ProcessGroup | None = None, *, settings: Settings | None = 
     """
     settings = settings or Settings.from_env()
     timeout_s = settings.timeout_s
-    bootstrap = connect(group, timeout_s)
+    bootstrap = bootstrap or connect(group, timeout_s)
     try:
         rank, world_size = bootstrap.rank, bootstrap.world_size
 
@@ -309,10 +358,11 @@ def init(group: dist.ProcessGroup | None = None, *, settings: Settings | None = 
 
         check_same_host(bootstrap, timeout_s)
         num_cores = _agree(rank, settings, all_gather)
+        single_copy = agree_on_reading(rank, settings.single_copy, all_gather)
         if rank == 0:
             compile_once(cpu.load)  # fills Numba's cache for the others
         all_gather(b"kernels are compiled")
-        return Communicator(rank, world_size, all_gather, settings, num_cores, bootstrap.name)
+        return Communicator(rank, world_size, all_gather, settings, num_cores, single_copy, bootstrap.name)
     finally:
         bootstrap.close()
 

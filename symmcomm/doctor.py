@@ -13,6 +13,7 @@ import os
 import platform
 import secrets
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -30,8 +31,9 @@ from symmcomm.bench.mpi_installations import find_mpis
 from symmcomm.bench.plot import bytes_text
 from symmcomm.bench.report import versions
 from symmcomm.bench.team import SpawnedTeam
-from symmcomm.env import Settings
+from symmcomm.env import Settings, multicast_vetoes
 from symmcomm.errors import SymmCommError
+from symmcomm.memory import private
 
 
 class Status(StrEnum):
@@ -54,7 +56,7 @@ def _never_raises(probe: Callable[..., Probe]) -> Callable[..., Probe]:
     def guarded(*args: Any) -> Probe:
         try:
             return probe(*args)
-        except Exception as error:  # noqa: BLE001  whatever it is, it is the reason
+        except Exception as error:  # whatever it is, it is the reason
             return Probe(Status.refused, f"{type(error).__name__}: {error}")
 
     return guarded
@@ -128,6 +130,20 @@ def probe_futex() -> Probe:
 
 
 @_never_raises
+def probe_single_copy() -> Probe:
+    """Reading another process's memory: how large ordinary tensors are moved with one copy in place of two."""
+    script = "import ctypes\nb = ctypes.create_string_buffer(b'symm')\nprint(ctypes.addressof(b), flush=True)\ninput()"
+    child = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None
+        seen = private.read(child.pid, int(child.stdout.readline()), 4)
+        child.kill()
+    if seen != b"symm":
+        return Probe(Status.refused, f"process_vm_readv read {seen!r} in place of b'symm'")
+    return Probe(Status.possible, "process_vm_readv of a child; ranks try each other at init")
+
+
+@_never_raises
 def probe_numba_cache() -> Probe:
     """Where compiled kernels are kept; without it every start compiles for seconds."""
     kernels = Path(symmcomm.__file__).parent / "kernels" / "cpu" / "__pycache__"
@@ -159,20 +175,11 @@ def probe_cute_dsl() -> Probe:
     return Probe(Status.possible, "nvidia-cutlass-dsl is installed")
 
 
-_MULTICAST_VARIABLES = {
-    "SYMMCOMM_DISABLE_MULTICAST": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
-"""Variables that forbid NVLink multicast, each with the value that does."""
-
-
 @_never_raises
 def probe_multicast(environ: Mapping[str, str] | None = None) -> Probe:
     """NVLink multicast, which any of four variables forbids."""
-    environ = os.environ if environ is None else environ
-    for name, forbidding in _MULTICAST_VARIABLES.items():
-        if environ.get(name) == forbidding:
-            return Probe(Status.refused, f"forbidden by {name}={forbidding}")
+    if vetoes := multicast_vetoes(environ):
+        return Probe(Status.refused, f"forbidden by {', '.join(vetoes)}")
     gpus = probe_gpus()
     if gpus.status is not Status.possible:
         return Probe(Status.absent, f"no GPU: {gpus.reason}")
@@ -180,9 +187,16 @@ def probe_multicast(environ: Mapping[str, str] | None = None) -> Probe:
 
 
 PROBES: dict[str, Callable[..., Probe]] = {
-    "memfd": probe_memfd, "descriptor passing": probe_descriptor_passing, "abstract sockets": probe_abstract_socket,
-    "pidfd": probe_pidfd, "futex": probe_futex, "Numba cache": probe_numba_cache, "GPUs": probe_gpus,
-    "CuTe DSL": probe_cute_dsl, "multicast": probe_multicast,
+    "memfd": probe_memfd,
+    "descriptor passing": probe_descriptor_passing,
+    "abstract sockets": probe_abstract_socket,
+    "pidfd": probe_pidfd,
+    "futex": probe_futex,
+    "single copy": probe_single_copy,
+    "Numba cache": probe_numba_cache,
+    "GPUs": probe_gpus,
+    "CuTe DSL": probe_cute_dsl,
+    "multicast": probe_multicast,
 }
 
 
@@ -217,7 +231,7 @@ class Diagnosis:
 
 
 def examine(nproc: int | None = None) -> Diagnosis:
-    """Probes everything; with ``nproc``, also starts so many ranks. Raises ArgumentError for a bad SYMMCOMM_* variable."""
+    """Probes everything; with ``nproc``, also starts ranks. Raises ArgumentError for a bad SYMMCOMM_* variable."""
     found = {"python": platform.python_version()} | versions()
     for mpi in find_mpis().values():
         found[mpi.name] = f"{mpi.version} ({mpi.launcher})"

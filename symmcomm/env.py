@@ -67,8 +67,12 @@ class Settings:
     staging_bytes: int = _variable(
         "SYMMCOMM_STAGING_BYTES",
         parse_bytes,
-        8 << 20,
+        12 << 20,
         "buffer per rank through which ordinary (non-symmetric) tensors pass",
+    )
+    single_copy: bool = _variable(
+        "SYMMCOMM_SINGLE_COPY", _parse_bool, True,
+        "0 forbids that ranks read each other's ordinary tensors (process_vm_readv); they are staged then",
     )
     pin: bool = _variable("SYMMCOMM_PIN", _parse_bool, False, "1 pins each rank to one CPU core")
     spin: int = _variable(
@@ -93,6 +97,29 @@ class Settings:
     def variables(self) -> list[tuple[str, Any, str]]:
         """(name, value in force, what it does), one a variable."""
         return [(f.metadata["name"], getattr(self, f.name), f.metadata["doc"]) for f in fields(self)]
+
+
+_MULTICAST_PERMITS = {
+    "SYMMCOMM_DISABLE_MULTICAST": ("", "0", "false", "no", "off"),
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": ("", "0", "false", "no", "off"),
+    "NCCL_NVLS_ENABLE": ("", "1", "2", "true", "yes", "on"),
+    "NVSHMEM_DISABLE_NVLS": ("", "0", "false", "no", "off"),
+}
+"""Variables that speak about NVLink multicast, each with the values that leave it allowed."""
+
+
+def multicast_vetoes(environ: Mapping[str, str] | None = None) -> list[str]:
+    """The variables that forbid NVLink multicast in this process, as ``NAME=value``.
+
+    What one of the four libraries was told holds for all: a machine where NCCL must not use multicast is one where
+    nobody must. A value that is not clearly a permission forbids.
+    """
+    environ = os.environ if environ is None else environ
+    return [
+        f"{name}={environ[name]}"
+        for name, permits in _MULTICAST_PERMITS.items()
+        if name in environ and environ[name].strip().lower() not in permits
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,6 @@ from symmcomm.errors import PeerAbortedError, PeerDiedError, PeerTimeoutError
 from symmcomm.kernels.cpu import context as c
 from symmcomm.memory.status import Fate, Report, StatusPage
 
-_FRESH_NS = 500_000_000
-
 
 class Watch:
     """The watch of one communicator.
@@ -33,6 +31,8 @@ class Watch:
 
     Attributes:
         error: why the last wait was stopped.
+        timeout_name: where the deadline comes from, for the message of its error.
+        interrupt: set to an error, stops the wait that goes on, and every later one.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class Watch:
     ) -> None:
         self.rank, self.pids, self.pages, self.timeout_s = rank, pids, pages, timeout_s
         self.error: BaseException | None = None
+        self.timeout_name = "SYMMCOMM_TIMEOUT_S"
+        self.interrupt: BaseException | None = None
         self._context = context
         self._poll = select.poll()
         self._peer_of_fd: dict[int, int] = {}
@@ -81,36 +83,36 @@ class Watch:
     def _look(self) -> BaseException | None:
         now = time.monotonic_ns()
         peer = int(self._context[c.WAIT_PEER])
-        self.pages[self.rank].wait(peer, now)
-        if error := self._failure():
+        if error := self.interrupt or self._failure(peer):
             return error
         if self._context[c.WAIT_SINCE] == 0:
             self._context[c.WAIT_SINCE] = now
         if now - int(self._context[c.WAIT_SINCE]) < self.timeout_s * 1e9:
             return None
-        culprit = self._last_of_chain(peer, now)
+        culprit = self._last_of_chain(peer)
         return PeerTimeoutError(
-            f"rank {culprit} did not arrive within {self.timeout_s:g} s (SYMMCOMM_TIMEOUT_S): rank {self.rank} waited "
-            f"for rank {peer}, expected signal {int(self._context[c.WAIT_EXPECTED])}, saw {self._seen()}",
+            f"rank {culprit} did not arrive within {self.timeout_s:g} s ({self.timeout_name}): rank {self.rank} "
+            f"waited for rank {peer}, expected signal {int(self._context[c.WAIT_EXPECTED])}, saw {self._seen()}",
             culprit,
         )
 
     def _seen(self) -> int:
         return ctypes.c_uint32.from_address(int(self._context[c.WAIT_WORD])).value
 
-    def _last_of_chain(self, peer: int, now: int) -> int:
+    def _last_of_chain(self, peer: int) -> int:
         """The rank that keeps the others waiting: ``peer``, or whom that one waits for, and so on."""
         seen = {self.rank}
         while peer not in seen:
             seen.add(peer)
-            following = self.pages[peer].waiting_for(now, _FRESH_NS)
+            following = self.pages[peer].waiting_for()
             if following is None or following in seen:
                 break
             peer = following
         return peer
 
-    def _failure(self) -> BaseException | None:
-        """The first cause of trouble among the peers: a process that ended without a word before one that reports."""
+    def _failure(self, awaited: int) -> BaseException | None:
+        """The first cause of trouble among the peers: a process that ended without a word before one that reports, and
+        that before one that is awaited but has closed the communicator."""
         self._dead.update(self._peer_of_fd[fd] for fd, _ in self._poll.poll(0))
         reports = {peer: page.report() for peer, page in enumerate(self.pages) if peer != self.rank}
         stopped = {peer: report for peer, report in reports.items() if report.fate > Fate.CLOSED}
@@ -120,6 +122,8 @@ class Watch:
             return PeerDiedError(f"rank {peer} (pid {self.pids[peer]}) is gone", peer, self.pids[peer])
         for peer, report in sorted(stopped.items()):
             return self._passed_on(peer, report)
+        if awaited != self.rank and reports[awaited].fate is Fate.CLOSED:
+            return PeerAbortedError(f"rank {awaited} has closed the communicator", awaited)
         return None
 
     def _passed_on(self, peer: int, report: Report) -> BaseException:
@@ -132,7 +136,7 @@ class Watch:
 
     def stop(self) -> BaseException:
         """Takes the error of a stopped wait, and tells the peers."""
-        error, self.error = self.error or KeyboardInterrupt(), None
+        error, self.error = self.error or self._unread(), None
         if isinstance(error, PeerDiedError):
             report = Report(Fate.PEER_DIED, error.rank, error.pid, str(error))
         elif isinstance(error, PeerTimeoutError):
@@ -141,6 +145,15 @@ class Watch:
             report = Report(Fate.RAISED, self.rank, 0, f"{type(error).__name__}: {error}")
         self.pages[self.rank].stop(report)
         return error
+
+    def _unread(self) -> BaseException:
+        """Why a kernel stopped that was not told to: a peer's memory could not be read."""
+        peer = int(self._context[c.WAIT_PEER])
+        for _ in range(50):  # a process that is being killed loses its memory a moment before it is gone
+            if error := self._failure(peer):
+                return error
+            time.sleep(0.002)
+        return PeerAbortedError(f"the memory of rank {peer} (pid {self.pids[peer]}) cannot be read", peer)
 
     def close(self) -> None:
         """Closes the descriptors that watch the peers' processes."""

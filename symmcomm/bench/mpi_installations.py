@@ -40,7 +40,7 @@ class MPIInstallation:
 
 
 def find_mpis() -> dict[str, MPIInstallation]:
-    """By name: MPIs in this Python's prefix, in a prefix of their own inside it, and on the PATH. None without mpi4py."""
+    """By name: MPIs in this Python's prefix, in prefixes of their own inside it, on the PATH. None without mpi4py."""
     if importlib.util.find_spec("mpi4py") is None:
         return {}
     prefixes = [Path(sys.prefix), *(Path(sys.prefix) / name for name in _VENDORS)]

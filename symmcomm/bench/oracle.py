@@ -1,7 +1,7 @@
 """What each rank puts in, and what must come out, in float64 (int64 for integers).
 
-Element i of rank r is ``source(r)[i mod PERIOD]``. Reductions are element by element, so the result has the same period,
-and the oracle costs one period at any size. PERIOD is a prime: a block that lands in the wrong place does not match.
+Element i of rank r is ``source(r)[i mod PERIOD]``. Reductions are element by element, so the result has the same
+period, and the oracle costs one period at any size. PERIOD is a prime: a block in the wrong place does not match.
 
 Tolerance: a sum of W numbers x_r with unit roundoff u of the dtype is off by at most W·u·Σ|x_r| to first order, in
 whatever order and with whatever wider accumulator it is computed; a product by W·u·|Πx_r|; an average rounds once more.
@@ -21,8 +21,8 @@ from torch import Tensor
 from symmcomm.bench.case import ROOT, Case, Collective
 from symmcomm.schedule.dtypes import DType, Op
 
-PERIOD = 65_521
-_CHUNK = 16 * PERIOD
+PERIOD = 16_381
+_CHUNK = 64 * PERIOD
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def _reduce_integers(stack: Tensor, dtype: DType, op: Op) -> Tensor:
     if op in (Op.max, Op.min):
         return stack.amax(0) if op is Op.max else stack.amin(0)
     combine: Callable[[Tensor, Tensor], Tensor] = {
-        Op.sum: operator.add, Op.prod: operator.mul, Op.band: operator.and_, Op.bor: operator.or_, Op.bxor: operator.xor,
+        Op.sum: operator.add, Op.prod: operator.mul,
+        Op.band: operator.and_, Op.bor: operator.or_, Op.bxor: operator.xor,
     }[op]
     total = stack[0]
     for part in stack[1:]:

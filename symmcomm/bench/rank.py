@@ -2,8 +2,8 @@
 
 Rank 0 reads commands from stdin, one JSON object a line, and answers each with a line on stdout: a JSON list with the
 answer of every rank. Anything else that a rank prints goes to stderr. Between two commands the other ranks sit in the
-bootstrap's gather, which sleeps: a team that is not measured leaves the cores alone. An error ends the process at once,
-without MPI's finalisation, which would wait for ranks that are stuck; whoever started the team sees it and ends the rest.
+bootstrap's gather, which sleeps: a team that is not measured leaves the cores alone. An error ends the process at
+once, without MPI's finalisation, which would wait for ranks that are stuck; who started the team then ends the rest.
 
 ``{"do": "describe"}``                                       versions, and what the bootstrap found
 ``{"do": "prepare", "implementation": name, "case": {…}}``   allocates, checks one result; or says why it cannot
@@ -14,6 +14,7 @@ without MPI's finalisation, which would wait for ranks that are stuck; whoever s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import json
@@ -239,10 +240,8 @@ def _prepare_mpi() -> None:
 
 def _end_with(pid: int) -> None:
     """Ends this process when the coordinator's has ended, however that came about."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(pid)], [], [])
-    except ProcessLookupError:
-        pass
     os._exit(1)
 
 
@@ -268,7 +267,7 @@ def main() -> None:
     try:
         ranks = Ranks(arguments.implementations)
         _serve(ranks, answers) if ranks.rank == 0 else ranks.follow()
-    except BaseException:  # noqa: BLE001  Ctrl-C too: nobody is left waiting
+    except BaseException:  # Ctrl-C too: nobody is left waiting
         traceback.print_exc()
         end_now()
 

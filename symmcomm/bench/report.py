@@ -80,7 +80,7 @@ def versions() -> dict[str, str]:
 
 
 def table(measurements: Sequence[Sequence[Measurement]]) -> Table:
-    """One line an implementation, one section a size. ``/ symm`` is the peer's time over ours: how much faster we are."""
+    """One line an implementation, one section a size. ``/ symm`` is the peer's time over ours."""
     owns = list(dict.fromkeys(m.implementation for row in measurements for m in row if m.implementation in OWN))
     result = Table(box=None, header_style="bold", padding=(0, 1), pad_edge=False)
     for name in ("size (B)", "count"):

@@ -110,8 +110,8 @@ def run(
         raise
 
 
-def new_report(world_size: int, rounds: int, mpis: Mapping[str, MPIInstallation], notes: list[str]) -> Report:
+def new_report(world_size: int, rounds: int, mpis: Mapping[str, MPIInstallation]) -> Report:
     """A report that holds no measurement yet."""
     found = versions() | {"python": sys.version.split()[0]} | {name: mpi.version for name, mpi in mpis.items()}
     machine = hardware() | {"ranks": world_size}
-    return Report(command=["symmcomm", *sys.argv[1:]], machine=machine, versions=found, rounds=rounds, notes=notes)
+    return Report(command=["symmcomm", *sys.argv[1:]], machine=machine, versions=found, rounds=rounds)

@@ -68,15 +68,16 @@ class SpawnedTeam:
         program = [sys.executable, "-m", "symmcomm.bench.rank", "--coordinator", str(os.getpid()), *implementations]
         try:
             if mpi is not None:
-                self._start(["env", "-u", "RANK", "-u", "WORLD_SIZE", "OMP_NUM_THREADS=1", *mpi.command(world_size), *program])
+                variables = ["-u", "RANK", "-u", "WORLD_SIZE", "OMP_NUM_THREADS=1"]
+                self._start(["env", *variables, *mpi.command(world_size), *program])
             else:
                 port = _free_port()
                 for rank in range(world_size):
-                    variables = {
-                        "OMP_NUM_THREADS": 1, "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank,
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                    }
-                    self._start(["env", *(f"{name}={value}" for name, value in variables.items()), *program])
+                    variables = [
+                        f"RANK={rank}", f"WORLD_SIZE={world_size}", f"LOCAL_RANK={rank}", "OMP_NUM_THREADS=1",
+                        "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}",
+                    ]
+                    self._start(["env", *variables, *program])
         except BaseException:
             self.kill()
             raise
@@ -99,14 +100,16 @@ class SpawnedTeam:
             stdin.flush()
         except BrokenPipeError:
             raise self._error("its rank 0 has gone") from None
-        answers: list[Answer] = json.loads(self._read_line(command))
+        deadline = time.monotonic() + self._timeout_s + _GRACE_S  # the ranks' own deadlines name the culprit
+        while (answers := _parsed(line := self._read_line(command, deadline))) is None:
+            self._stderr.write(line + b"\n")  # a launcher's last words, which MPICH says on stdout
+            self._stderr.flush()
         return answers
 
-    def _read_line(self, command: Command) -> bytes:
-        """Rank 0's next line."""
+    def _read_line(self, command: Command, deadline: float) -> bytes:
+        """The next line that rank 0 or its launcher prints."""
         stdout = self._processes[0].stdout
         assert stdout is not None
-        deadline = time.monotonic() + self._timeout_s + _GRACE_S  # the ranks' own deadlines name the culprit
         with selectors.DefaultSelector() as selector:
             selector.register(stdout, selectors.EVENT_READ)
             while b"\n" not in self._partial:
@@ -158,6 +161,14 @@ class SpawnedTeam:
                 os.kill(pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
+
+
+def _parsed(line: bytes) -> list[Answer] | None:
+    try:
+        answers: list[Answer] = json.loads(line)
+        return answers
+    except ValueError:
+        return None
 
 
 def _descendants(pid: int) -> Iterator[int]:

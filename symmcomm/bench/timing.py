@@ -1,24 +1,25 @@
 """The protocol of the measurement.
 
-**Units.** Time is microseconds a call. algbw is the size of the whole buffer (see ``Case.size_bytes``) over the time, busbw is
-algbw times the factor of nccl-tests' PERFORMANCE.md, both in GB/s = 10⁹ bytes a second.
+**Units.** Time is microseconds a call. algbw is the size of the whole buffer (see ``Case.size_bytes``) over the time,
+busbw is algbw times the factor of nccl-tests' PERFORMANCE.md, both in GB/s = 10⁹ bytes a second.
 
 **Check.** Before anything is timed, each implementation runs the case once on known data, and every rank compares its
-output with a float64 oracle (``bench.oracle``). ``#wrong`` counts the elements outside the tolerance, over all ranks. For a
-barrier, one rank comes 10 ms late, and ``#wrong`` counts the ranks that left before it came. A wrong result is not timed.
+output with a float64 oracle (``bench.oracle``). ``#wrong`` counts the elements outside the tolerance, over all ranks.
+For a barrier, one rank comes 10 ms late, and ``#wrong`` counts the ranks that left before it came. A wrong result is
+not timed.
 
 **Rounds.** A round is a barrier of the implementation, then so many calls back to back, between two readings of
-``time.perf_counter`` on each rank; the round's figure is the mean a call on the slowest rank. The number of calls, the same
-on all ranks, comes from two unrecorded rounds, so that a round takes about 20 ms and has at least 3 calls. The
+``time.perf_counter`` on each rank; the round's figure is the mean a call on the slowest rank. The number of calls, the
+same on all ranks, comes from two unrecorded rounds, so that a round takes about 20 ms and has at least 3 calls. The
 implementations take turns, one round each, in the reverse order every other time: what the machine does meanwhile
 meets all of them. The figure of the case is the median over the rounds.
 
-**Fairness.** One torch thread a rank. Peers run their fastest form: mpi4py's buffer calls on prepared messages at thread
-level ``funneled``, in place where symmcomm is; synchronous calls for gloo. symm, gloo and Open MPI share processes and
-tensors; MPICH has processes of its own, which sleep when it is not their turn. No rank is bound to a core. Buffers hold zeros
-while they are timed: repeated in place, a reduction of anything else overflows or ends in subnormal numbers.
-Calls follow each other without a barrier, as in nccl-tests: a root that needs not wait for the others runs ahead of them,
-within what the implementation's buffers allow.
+**Fairness.** One torch thread a rank. Peers run their fastest form: mpi4py's buffer calls on prepared messages at
+thread level ``funneled``, in place where symmcomm is; synchronous calls for gloo. symm, gloo and Open MPI share
+processes and tensors; MPICH has processes of its own, which sleep when it is not their turn. No rank is bound to a
+core. Buffers hold zeros while they are timed: repeated in place, a reduction of anything else overflows or ends in
+subnormal numbers. Calls follow each other without a barrier, as in nccl-tests: a root that needs not wait for the
+others runs ahead of them, within what the implementation's buffers allow.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _checked(team: Team, name: str, case: Case) -> Measurement:
     answers = team.ask({"do": "prepare", "implementation": name, "case": case.to_json()})
     if refusal := next((answer["refusal"] for answer in answers if answer.get("refusal")), None):
         return Measurement(implementation=name, case=case, refusal=refusal)
-    wrong = _left_early(answers) if case.collective is Collective.barrier else sum(answer["wrong"] for answer in answers)
+    barrier = case.collective is Collective.barrier
+    wrong = _left_early(answers) if barrier else sum(answer["wrong"] for answer in answers)
     return Measurement(implementation=name, case=case, wrong=wrong)
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmcomm.collectives.arguments import check_list, check_pair, check_rank, check_tensor
-from symmcomm.collectives.call import Kind, encode
+from symmcomm.collectives.arguments import check_list, prepare_pair, prepare_rooted
+from symmcomm.collectives.call import Kind
+from symmcomm.errors import ArgumentError
 
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
@@ -22,12 +23,12 @@ def all_gather_into_tensor(self: Communicator, output: torch.Tensor, input: torc
         input: contiguous, N elements of any dtype; if symmetric, peers read it in place. It may be part ``rank`` of
             ``output``.
     """
-    check_pair(output, input, self.world_size, 1)
     _gather(self, Kind.all_gather_into_tensor, input, output)
 
 
 def _gather(self: Communicator, kind: Kind, input: torch.Tensor, output: torch.Tensor) -> None:
-    call, num_bytes = encode(kind, input.dtype), input.nbytes
+    call, itemsize = prepare_pair(self, kind, output, input, self.world_size, 1)
+    num_bytes = input.numel() * itemsize
     status = self.kernels.all_gather(self.ctx, call, input.data_ptr(), num_bytes, -1, -1, output.data_ptr(), num_bytes)
     if status:
         self.fail(status)
@@ -40,10 +41,9 @@ def broadcast(self: Communicator, tensor: torch.Tensor, src: int) -> None:
         tensor: contiguous, any dtype, the same element count on all ranks; if symmetric on ``src``, it is read in
         place.
     """
-    check_tensor(tensor, "tensor")
-    check_rank(self, src, "src")
-    call, address = encode(Kind.broadcast, tensor.dtype, root=src), tensor.data_ptr()
-    status = self.kernels.all_gather(self.ctx, call, address, tensor.nbytes, src, -1, address, 0)
+    call, itemsize = prepare_rooted(self, Kind.broadcast, tensor, src, "src")
+    address = tensor.data_ptr()
+    status = self.kernels.all_gather(self.ctx, call, address, tensor.numel() * itemsize, src, -1, address, 0)
     if status:
         self.fail(status)
 
@@ -57,18 +57,20 @@ def gather(
         tensor: contiguous, any dtype, the same element count on all ranks.
         gather_list: on ``dst`` world_size tensors like ``tensor``, elsewhere None.
     """
-    check_tensor(tensor, "tensor")
-    check_rank(self, dst, "dst")
+    call, itemsize = prepare_rooted(self, Kind.gather, tensor, dst, "dst")
     parts = check_list(self, gather_list, tensor, "gather_list", dst)
-    self.targets[: len(parts)] = [part.data_ptr() for part in parts]
-    call = encode(Kind.gather, tensor.dtype, root=dst)
-    status = self.kernels.all_gather(self.ctx, call, tensor.data_ptr(), tensor.nbytes, -1, dst, 0, 0)
+    with self.tables():
+        self.targets[: len(parts)] = [part.data_ptr() for part in parts]
+        num_bytes = tensor.numel() * itemsize
+        status = self.kernels.all_gather(self.ctx, call, tensor.data_ptr(), num_bytes, -1, dst, 0, 0)
     if status:
         self.fail(status)
 
 
 def all_gather_bytes(self: Communicator, payload: bytes) -> list[bytes]:
     """Every rank's bytes, by rank; lengths may differ. The control plane of symmcomm itself."""
+    if not isinstance(payload, bytes | bytearray):
+        raise ArgumentError(f"payload must be bytes, got {type(payload).__name__}")
     lengths = torch.empty(self.world_size, dtype=torch.int64)
     _gather(self, Kind.all_gather_bytes, torch.tensor([len(payload)]), lengths)
     longest = int(lengths.max())

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
 
+def prepared(self: Communicator, kind: Kind, dtype: torch.dtype, op: object, root: int = -1) -> int:
+    """What ``prepare`` gave for the same call before, or gives now."""
+    try:
+        return self.reductions[kind, dtype, op, root]
+    except (KeyError, TypeError):  # new, or an op that cannot even be looked up
+        return prepare(self, kind, dtype, op, root)
+
+
 def prepare(self: Communicator, kind: Kind, dtype: torch.dtype, op: object, root: int = -1) -> int:
     """Address of what the kernels of a reducing call are told: call word, itemsize, compiled reduction, root. Compiles
     on the first use of a (dtype, op), and is kept in ``reductions``."""
@@ -43,10 +51,11 @@ def all_reduce(self: Communicator, tensor: torch.Tensor, op: object = "sum") -> 
     """
     try:
         block = self.all_reductions[tensor.dtype, op]
-        fit = tensor.is_contiguous() and tensor.is_cpu
+        fit = tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
     except (AttributeError, KeyError, TypeError, RuntimeError):
         check_tensor(tensor, "tensor")
-        block = self.all_reductions[tensor.dtype, op] = prepare(self, Kind.all_reduce, tensor.dtype, op)
+        block = prepare(self, Kind.all_reduce, tensor.dtype, op)
+        self.all_reductions[tensor.dtype, op] = block
         fit = True
     if not fit:
         check_tensor(tensor, "tensor")
@@ -59,8 +68,7 @@ def reduce(self: Communicator, tensor: torch.Tensor, dst: int, op: object = "sum
     """As ``all_reduce``, but only rank ``dst`` gets the result; the other ranks' tensors keep their values."""
     check_tensor(tensor, "tensor")
     check_rank(self, dst, "dst")
-    block = self.reductions.get((Kind.reduce, tensor.dtype, op, dst))
-    block = block or prepare(self, Kind.reduce, tensor.dtype, op, dst)
+    block = prepared(self, Kind.reduce, tensor.dtype, op, dst)
     status = self.kernels.all_reduce(self.ctx, block, tensor.data_ptr(), tensor.numel())
     if status:
         self.fail(status)

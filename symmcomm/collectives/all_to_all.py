@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmcomm.collectives.arguments import check_list, check_pair, check_rank, check_tensor
+from symmcomm.collectives.arguments import check_list, check_tensor, prepare_pair, prepare_rooted
 from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError, DTypeError
 from symmcomm.kernels.cpu.all_to_all import UNEVEN
@@ -42,16 +42,24 @@ def all_to_all_single(
 
 
 def _even(self: Communicator, output: torch.Tensor, input: torch.Tensor) -> None:
-    check_pair(output, input, 1, 1)
-    if input.numel() % self.world_size:
+    call, itemsize = prepare_pair(self, Kind.all_to_all_single, output, input, 1, 1)
+    part, rest = divmod(input.numel(), self.world_size)
+    if rest:
         raise ArgumentError(
             f"input has {input.numel()} elements, which world_size={self.world_size} does not divide: give split sizes"
         )
-    call = encode(Kind.all_to_all_single, input.dtype)
-    part = input.nbytes // self.world_size
-    status = self.kernels.all_to_all(self.ctx, call, input.data_ptr(), part, -1, output.data_ptr())
+    source, target = input.data_ptr(), output.data_ptr()
+    if source != target:
+        _check_apart(output, input, "a partial overlap is not allowed")
+    status = self.kernels.all_to_all(self.ctx, call, source, part * itemsize, -1, target)
     if status:
         self.fail(status)
+
+
+def _check_apart(output: torch.Tensor, input: torch.Tensor, why: str) -> None:
+    source, target = input.data_ptr(), output.data_ptr()
+    if source < target + output.nbytes and target < source + input.nbytes and output.nbytes and input.nbytes:
+        raise ArgumentError(f"output and input overlap: {why}")
 
 
 def _row_bytes(
@@ -63,8 +71,12 @@ def _row_bytes(
         if rows % self.world_size:
             raise ArgumentError(f"{name} has {rows} rows, which world_size={self.world_size} does not divide")
         splits = [rows // self.world_size] * self.world_size
+    if not isinstance(splits, Sequence):
+        raise ArgumentError(f"{name}_split_sizes={splits!r} is no sequence of whole numbers")
     if len(splits) != self.world_size:
         raise ArgumentError(f"{name}_split_sizes has {len(splits)} entries, world_size is {self.world_size}")
+    if not all(isinstance(split, int) for split in splits):
+        raise ArgumentError(f"{name}_split_sizes={list(splits)} has an entry that is no whole number")
     if any(split < 0 for split in splits):
         raise ArgumentError(f"{name}_split_sizes={list(splits)} has a negative entry")
     if sum(splits) != rows:
@@ -82,14 +94,14 @@ def _uneven(
 ) -> None:
     sizes_out, offsets_out = _row_bytes(self, output, output_split_sizes, "output")
     sizes_in, offsets_in = _row_bytes(self, input, input_split_sizes, "input")
-    target, address = output.data_ptr(), input.data_ptr()
-    if input.nbytes and output.nbytes and address < target + output.nbytes and target < address + input.nbytes:
-        raise ArgumentError("output and input overlap, which uneven splits do not allow")
-    self.outgoing[0::2], self.outgoing[1::2] = sizes_in, offsets_in
-    self.expected[:] = sizes_out
-    self.targets[:] = [target + offset for offset in offsets_out]
-    call = encode(Kind.all_to_all_single, input.dtype)
-    status = self.kernels.all_to_all(self.ctx, call, address, UNEVEN, -1, 0)
+    _check_apart(output, input, "uneven splits do not allow it")
+    target = output.data_ptr()
+    with self.tables():
+        self.outgoing[0::2], self.outgoing[1::2] = sizes_in, offsets_in
+        self.expected[:] = sizes_out
+        self.targets[:] = [target + offset for offset in offsets_out]
+        call = encode(Kind.all_to_all_single, input.dtype)
+        status = self.kernels.all_to_all(self.ctx, call, input.data_ptr(), UNEVEN, -1, 0)
     if status:
         self.fail(status)
 
@@ -103,13 +115,13 @@ def scatter(
         tensor: contiguous, any dtype, the same element count on all ranks; receives this rank's part.
         scatter_list: on ``src`` world_size tensors like ``tensor``, elsewhere None.
     """
-    check_tensor(tensor, "tensor")
-    check_rank(self, src, "src")
+    call, itemsize = prepare_rooted(self, Kind.scatter, tensor, src, "src")
+    num_bytes = tensor.numel() * itemsize
     parts = check_list(self, scatter_list, tensor, "scatter_list", src)
-    self.outgoing[0::2] = tensor.nbytes if parts else 0
-    self.outgoing[1::2] = [part.data_ptr() for part in parts] or 0  # offsets from address 0
-    self.targets[:] = tensor.data_ptr()
-    call = encode(Kind.scatter, tensor.dtype, root=src)
-    status = self.kernels.all_to_all(self.ctx, call, 0, tensor.nbytes, src, 0)
+    with self.tables():
+        self.outgoing[0::2] = num_bytes if parts else 0
+        self.outgoing[1::2] = [part.data_ptr() for part in parts] or 0  # offsets from address 0
+        self.targets[:] = tensor.data_ptr()
+        status = self.kernels.all_to_all(self.ctx, call, 0, num_bytes, src, 0)
     if status:
         self.fail(status)

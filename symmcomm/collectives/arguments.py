@@ -7,20 +7,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError, DTypeError
 
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
 
-def check_tensor(tensor: object, name: str) -> None:
-    """Raises ArgumentError unless ``tensor`` is a dense, contiguous CPU tensor."""
+def check_dense(tensor: object, name: str) -> None:
+    """Raises ArgumentError unless ``tensor`` is a dense CPU tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{name} must be dense (torch.strided), its layout is {tensor.layout}")
     if tensor.device.type != "cpu":
         raise ArgumentError(f"{name} must be on device cpu, it is on {tensor.device}")
+
+
+def check_tensor(tensor: object, name: str) -> None:
+    """Raises ArgumentError unless ``tensor`` is a dense, contiguous CPU tensor whose memory holds its values."""
+    check_dense(tensor, name)
+    assert isinstance(tensor, torch.Tensor)
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"{name} must be contiguous: shape {tuple(tensor.shape)} has strides {tensor.stride()}; "
@@ -43,10 +50,66 @@ def check_pair(output: torch.Tensor, input: torch.Tensor, outputs_per_input: int
         )
 
 
+def prepare_pair(
+    comm: Communicator,
+    kind: Kind,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    outputs_per_input: int,
+    inputs_per_output: int,
+) -> tuple[int, int]:
+    """Checks the two tensors of a call (see ``check_pair``); returns its word (``collectives.call``) and the itemsize.
+
+    The look-up is for speed: most calls are right, and like one before.
+    """
+    try:
+        prepared = comm.calls[kind, input.dtype]
+        fit = (
+            output.dtype is input.dtype
+            and output.numel() * inputs_per_output == input.numel() * outputs_per_input
+            and output.is_contiguous()
+            and input.is_contiguous()
+            and output.is_cpu
+            and input.is_cpu
+            and not output.is_neg()
+            and not input.is_neg()
+        )
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        fit = False
+    if not fit:
+        check_pair(output, input, outputs_per_input, inputs_per_output)
+        prepared = encode(kind, input.dtype), input.dtype.itemsize
+        if not input.dtype.is_complex:  # these may be lazily conjugated, which only check_tensor sees
+            comm.calls[kind, input.dtype] = prepared
+    return prepared
+
+
+def prepare_rooted(comm: Communicator, kind: Kind, tensor: torch.Tensor, root: int, name: str) -> tuple[int, int]:
+    """As ``prepare_pair``, for the one tensor of a call with a root."""
+    try:
+        prepared = comm.calls[kind, tensor.dtype, root]
+        fit = type(root) is int and tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        fit = False
+    if not fit:
+        check_tensor(tensor, "tensor")
+        check_rank(comm, root, name)
+        prepared = encode(kind, tensor.dtype, root=root), tensor.dtype.itemsize
+        if not tensor.dtype.is_complex:
+            comm.calls[kind, tensor.dtype, root] = prepared
+    return prepared
+
+
 def check_rank(comm: Communicator, rank: object, name: str) -> None:
     """Raises ArgumentError unless ``rank`` names a rank of the communicator."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.world_size:
         raise ArgumentError(f"{name}={rank!r} is no rank of this communicator (0..{comm.world_size - 1})")
+
+
+def check_whole(value: object, name: str) -> None:
+    """Raises ArgumentError unless the value is a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentError(f"{name}={value!r} is no whole number")
 
 
 def check_list(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import IntEnum
 from functools import cache
 
@@ -67,7 +68,7 @@ def parse_reduction(dtype: torch.dtype, op: object) -> tuple[DType, Op]:
         raise DTypeError(f"dtype {dtype} cannot be reduced; supported are {', '.join(DType.__members__)}")
     if isinstance(op, str) and op in Op.__members__:
         parsed = Op[op]
-    elif not isinstance(op, str) and op in _REDUCE_OPS:
+    elif not isinstance(op, str) and isinstance(op, Hashable) and op in _REDUCE_OPS:
         parsed = _REDUCE_OPS[op]
     else:
         raise ArgumentError(f"op={op!r} is no reduction; known are {', '.join(Op.__members__)}")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from symmcomm.collectives.call import Kind, decode
 from symmcomm.errors import MismatchError
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import CALL, COUNT, SOURCE, VOTE
-from symmcomm.memory.signals import LINE_BYTES
-
-if TYPE_CHECKING:
-    from symmcomm.communicator import Communicator
+from symmcomm.memory.heap import SymmetricHeap
+from symmcomm.memory.signals import LINE_BYTES, ControlLayout
 
 _UNITS = {Kind.all_reduce: "elements", Kind.reduce: "elements", Kind.reduce_scatter_tensor: "elements of output"}
 
@@ -36,20 +34,37 @@ def _differences(who: str, mine: dict[str, object], whom: str, theirs: dict[str,
     return f"ranks disagree in {mine['call']}: " + "; ".join(found)
 
 
-def explain(comm: Communicator) -> MismatchError:
+class Caller(Protocol):
+    """Whose kernel found a mismatch: a communicator, or a channel of one."""
+
+    rank: int
+    world_size: int
+    heap: SymmetricHeap
+    layout: ControlLayout
+
+    def field(self, number: int) -> int: ...
+
+
+def explain_message(
+    sender: int, sent: int, sent_bytes: int, receiver: int, expected: int, expected_bytes: int
+) -> MismatchError:
+    """The error for a message that is not what its receiver expected; ``sent`` and ``expected`` are words of calls."""
+    return MismatchError(
+        _differences(f"rank {sender}", _words(sent, sent_bytes), f"rank {receiver}", _words(expected, expected_bytes))
+    )
+
+
+def explain(comm: Caller) -> MismatchError:
     """The error for the mismatch that the last kernel found."""
     rank, peer = comm.rank, comm.field(c.MISMATCH_PEER)
-    where, epoch = comm.field(c.MISMATCH_LINE), comm.field(c.EPOCH)
-    if where > 1:
-        line = _line(where)
-        receives = where == comm.heap.own_address + comm.layout.sent + peer * LINE_BYTES
-        sender, receiver = (f"rank {peer}", f"rank {rank}") if receives else (f"rank {rank}", f"rank {peer}")
-        return MismatchError(
-            _differences(sender, _words(line["vote"], line["source"]), receiver, _words(line["call"], line["count"]))
-        )
+    place, epoch = comm.field(c.MISMATCH_PLACE), comm.field(c.EPOCH)
+    if place in (c.AS_SENDER, c.AS_RECEIVER):
+        sender, receiver = (rank, peer) if place == c.AS_SENDER else (peer, rank)
+        sent = comm.field(c.SENT_CALL), comm.field(c.SENT_COUNT)
+        return explain_message(sender, *sent, receiver, comm.field(c.EXPECTED_CALL), comm.field(c.EXPECTED_COUNT))
     first = comm.heap.own_address + comm.layout.lines + (epoch & 1) * comm.world_size * LINE_BYTES
     mine, theirs = _line(first + rank * LINE_BYTES), _line(first + peer * LINE_BYTES)
-    if where == 1:
+    if place == c.IN_VOTES:
         return MismatchError(
             f"ranks disagree in {decode(mine['call'])['call']}: split sizes: rank {peer} expects "
             f"{theirs['count']} bytes from rank {theirs['vote'] - 1}, which sends {theirs['source']}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from symmcomm.collectives.arguments import check_rank, check_tensor
+from symmcomm.collectives.arguments import prepare_rooted
 from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError
 
@@ -14,28 +14,27 @@ if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
 
-def _check(self: Communicator, tensor: torch.Tensor, peer: int, name: str) -> None:
-    check_tensor(tensor, "tensor")
-    check_rank(self, peer, name)
+def _prepare(self: Communicator, tensor: torch.Tensor, peer: int, name: str) -> tuple[int, int]:
+    """The call word and the bytes of a message."""
     if peer == self.rank:
         raise ArgumentError(f"{name}={peer} is the calling rank itself")
+    _, itemsize = prepare_rooted(self, Kind.send, tensor, peer, name)
+    return encode(Kind.send, tensor.dtype), tensor.numel() * itemsize
 
 
 def send(self: Communicator, tensor: torch.Tensor, dst: int) -> None:
     """Sends ``tensor`` to rank ``dst``. Messages of a pair arrive in the order sent; small ones return before they are
     received. Where the receiver expected another dtype or element count, both ranks get MismatchError, the sender in
     this or its next ``send`` to that rank."""
-    _check(self, tensor, dst, "dst")
-    call = encode(Kind.send, tensor.dtype)
-    status = self.kernels.send(self.ctx, call, tensor.data_ptr(), tensor.nbytes, dst)
+    call, num_bytes = _prepare(self, tensor, dst, "dst")
+    status = self.kernels.send(self.ctx, call, tensor.data_ptr(), num_bytes, dst)
     if status:
         self.fail(status)
 
 
 def recv(self: Communicator, tensor: torch.Tensor, src: int) -> None:
     """Receives rank ``src``'s next message into ``tensor``, of the dtype and element count that was sent."""
-    _check(self, tensor, src, "src")
-    call = encode(Kind.send, tensor.dtype)
-    status = self.kernels.receive(self.ctx, call, tensor.data_ptr(), tensor.nbytes, src)
+    call, num_bytes = _prepare(self, tensor, src, "src")
+    status = self.kernels.receive(self.ctx, call, tensor.data_ptr(), num_bytes, src)
     if status:
         self.fail(status)

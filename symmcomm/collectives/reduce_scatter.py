@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from symmcomm.collectives.all_reduce import prepare
-from symmcomm.collectives.arguments import check_pair
+from symmcomm.collectives.all_reduce import prepared
+from symmcomm.collectives.arguments import prepare_pair
 from symmcomm.collectives.call import Kind
 
 if TYPE_CHECKING:
@@ -22,9 +22,8 @@ def reduce_scatter_tensor(self: Communicator, output: torch.Tensor, input: torch
         input: contiguous, world_size · N elements; if symmetric, peers read it in place.
         op: as for ``all_reduce``.
     """
-    check_pair(output, input, 1, self.world_size)
-    block = self.reductions.get((Kind.reduce_scatter_tensor, input.dtype, op, -1))
-    block = block or prepare(self, Kind.reduce_scatter_tensor, input.dtype, op)
+    prepare_pair(self, Kind.reduce_scatter_tensor, output, input, 1, self.world_size)
+    block = prepared(self, Kind.reduce_scatter_tensor, input.dtype, op)
     status = self.kernels.reduce_scatter(self.ctx, block, output.data_ptr(), input.data_ptr(), output.numel())
     if status:
         self.fail(status)

@@ -52,6 +52,7 @@ class SymmetricHandle:
         return NUM_CHANNELS * self.world_size * 4
 
     def _view(self, rank: int, offset: int, limit: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        self._comm.check_open()
         if not 0 <= rank < self.world_size:
             raise ArgumentError(f"rank={rank} is no rank of this communicator (0..{self.world_size - 1})")
         num_bytes = int(np.prod(sizes, dtype=np.int64)) * dtype.itemsize
@@ -97,6 +98,7 @@ class SymmetricHandle:
         self._check_channel(channel)
         if not 0 <= peer < self.world_size:
             raise ArgumentError(f"rank={peer} is no rank of this communicator (0..{self.world_size - 1})")
+        self._comm.check_open()
         with self._comm.deadline(timeout_ms / 1000 or None):
             if status := kernel(self._comm.ctx, channel, peer):  # type: ignore[operator]
                 self._comm.fail(status)

@@ -17,7 +17,11 @@ LINE_BYTES = 64
 PAGE_BYTES = 4096
 NUM_CHANNELS = 64
 """Channels of the compare-and-swap pads, as in torch's symmetric memory: ``pad[channel * world_size + sender]``."""
+WAITING = 24
+"""Offset in the status page: 1 + the rank that the owner waits for, 0 while it waits for none."""
 NUM_MESSAGE_SLOTS = 4
+NUM_SLOTS = 3
+"""Staging slots; see ``kernels.cpu.barrier`` for why three."""
 _MESSAGE_BYTES = 4 << 20
 
 
@@ -38,7 +42,7 @@ class ControlLayout:
         splits: what this rank sends to each peer in an all-to-all: ``i64[parity of the epoch][peer][bytes, offset]``.
         signal_pad: the compare-and-swap words, ``u32[NUM_CHANNELS][sender]``.
         messages: chunks on their way out of this rank, ``[peer][NUM_MESSAGE_SLOTS][message_bytes]``.
-        staging: two slots of ``slot_bytes``, one a parity of the epoch.
+        staging: NUM_SLOTS slots of ``slot_bytes``, used in turn by the epochs.
         end: bytes of it all.
     """
 
@@ -69,7 +73,7 @@ class ControlLayout:
         budget = _MESSAGE_BYTES // (NUM_MESSAGE_SLOTS * world_size)
         message_bytes = max(2 * PAGE_BYTES, min(128 << 10, budget // PAGE_BYTES * PAGE_BYTES))
         staging = messages + world_size * NUM_MESSAGE_SLOTS * message_bytes
-        slot_bytes = align_up(max(staging_bytes // 2, 1), 2 * world_size * PAGE_BYTES)
+        slot_bytes = align_up(max(staging_bytes // NUM_SLOTS, 1), 2 * world_size * PAGE_BYTES)
         return cls(
             world_size=world_size,
             slot_bytes=slot_bytes,
@@ -83,5 +87,5 @@ class ControlLayout:
             message_bytes=message_bytes,
             messages=messages,
             staging=staging,
-            end=staging + 2 * slot_bytes,
+            end=staging + NUM_SLOTS * slot_bytes,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
 
-from symmcomm.memory.signals import PAGE_BYTES
+from symmcomm.memory.signals import PAGE_BYTES, WAITING
 
 
 class Fate(IntEnum):
@@ -28,13 +28,13 @@ class _Page(ctypes.Structure):
         ("fate", ctypes.c_int64),
         ("culprit", ctypes.c_int64),
         ("culprit_pid", ctypes.c_int64),
-        ("waiting_for", ctypes.c_int64),
-        ("waiting_at_ns", ctypes.c_int64),
+        ("waiting_for", ctypes.c_int64),  # written by kernels
         ("text", ctypes.c_char * 1024),
     ]
 
 
 assert ctypes.sizeof(_Page) <= PAGE_BYTES
+assert _Page.waiting_for.offset == WAITING
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,6 @@ class StatusPage:
         page.text = report.text.encode()[:1000]
         page.fate = report.fate
 
-    def wait(self, peer: int, now_ns: int) -> None:
-        """Says that the owner is waiting for ``peer``; holds for a moment only."""
-        self._page.waiting_for, self._page.waiting_at_ns = peer, now_ns
-
-    def waiting_for(self, now_ns: int, fresh_ns: int) -> int | None:
-        """The rank that the owner has been seen waiting for within the last ``fresh_ns``."""
-        if self._page.waiting_at_ns + fresh_ns < now_ns:
-            return None
-        return int(self._page.waiting_for)
+    def waiting_for(self) -> int | None:
+        """The rank that the owner waits for at this moment, after the first spins."""
+        return int(self._page.waiting_for) - 1 if self._page.waiting_for else None

@@ -3,7 +3,7 @@
 **Exact.** ``emulate`` accumulates in rank order in the accumulator type and rounds once, with torch on the CPU: the
 result must match bit for bit (any NaN for NaN).
 
-**Bounds**, from first principles and not from the code under test. Let u_acc and u_dtype be the unit roundoffs (half the
+**Bounds**, from first principles, not from the code under test. Let u_acc and u_dtype be the unit roundoffs (half the
 distance of 1 to the next number) of accumulator and dtype, x the ranks' elements, γ_n = n·u_acc / (1 − n·u_acc), η half
 the dtype's smallest subnormal and η_acc half the accumulator's. Recursive summation (Higham, Accuracy and Stability of
 Numerical Algorithms, 4.2) has W − 1 roundings, and sums do not underflow; one rounding to the dtype follows::
@@ -29,7 +29,7 @@ from torch import Tensor
 from symmcomm.schedule.dtypes import DType, Op
 
 _E4M3_MAX = 448.0
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.float64}
 _AWKWARD_SHARE = 0.15
 
 
@@ -48,7 +48,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor as whole numbers of the same size. All NaN become one, so that equal means NaN = NaN."""
+    """The tensor as whole numbers of the same size. All NaN of a float become one, so that equal means NaN = NaN."""
     if tensor.is_floating_point():
         nan = torch.tensor(float("nan"), dtype=torch.float32).to(tensor.dtype)
         tensor = torch.where(_wide(tensor).isnan(), nan, tensor)
@@ -192,14 +192,15 @@ def check_bits(got: Tensor, expected: Tensor, what: str) -> None:
     """Raises AssertionError, with the first differing element, unless the tensors have the same bits (NaN = NaN)."""
     assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     assert got.dtype is expected.dtype, f"{what}: dtype {got.dtype}, expected {expected.dtype}"
-    if torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)):
+    got, expected = got.contiguous().view(-1), expected.contiguous().view(-1)
+    if torch.equal(got.view(torch.uint8), expected.view(torch.uint8)):
         return
-    wrong = (bits(got) != bits(expected)).flatten().nonzero().flatten()
+    wrong = (bits(got) != bits(expected)).nonzero().flatten()
     if wrong.numel():
         at = int(wrong[0])
         raise AssertionError(
             f"{what}: {wrong.numel()} of {got.numel()} elements differ, the first at {at}: "
-            f"{got.flatten()[at].item()!r}, expected {expected.flatten()[at].item()!r}"
+            f"{got[at].item()!r}, expected {expected[at].item()!r}"
         )
 
 

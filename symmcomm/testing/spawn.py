@@ -21,8 +21,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def run_ranks(
         RankFailedError: with every failed rank's traceback.
         RanksTimeoutError: with the Python stacks of the ranks that had not ended.
     """
+    _warm_fork_server()
     deadline = time.monotonic() + timeout_s
     call = pickle.dumps((fn, args))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -119,6 +121,21 @@ def run_ranks(
     if check and not all(result.ok for result in results):
         raise RankFailedError(results)
     return results
+
+
+def _fork_server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["symmcomm.testing.preload"])
+    return context
+
+
+@cache
+def _warm_fork_server() -> None:
+    """Waits until the fork server has loaded everything, which takes minutes where kernels must still be compiled: that
+    is no time of the ranks'."""
+    process = _fork_server().Process(target=int)
+    process.start()
+    process.join()
 
 
 def launch_command(
@@ -163,8 +180,7 @@ class _Rank:
     """The parent's view of one rank: its process, the pipe of its outcome, the file of its stacks."""
 
     def __init__(self, rank: int, call: bytes, environ: dict[str, str], stack_file: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["symmcomm.testing.preload"])
+        context = _fork_server()
         self.rank = rank
         self.connection, sender = context.Pipe(duplex=False)
         self._stack_file = stack_file

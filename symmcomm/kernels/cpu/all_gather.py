@@ -1,8 +1,8 @@
 """One input, the same for all takers: all-gather (all send, all take), broadcast (one sends), gather (one takes).
 
-Staged: before barrier e a sender copies chunk k into its slot e; after e the takers copy it out, while the sender fills
-slot e + 1 (rule of two parities, see ``barrier``). In place (symmetric input): barrier, takers copy out of the sender's
-tensor, barrier, so that no sender changes what is still read.
+Staged: before barrier e a sender copies chunk k into its slot e; after e it fills slot e + 1 and arrives at e + 1, and
+then the takers copy chunk k out (rule of reuse, see ``barrier``). Else (symmetric or private input): barrier, takers
+copy out of the sender's tensor, barrier, so that no sender changes what is still read.
 """
 
 from __future__ import annotations
@@ -10,30 +10,35 @@ from __future__ import annotations
 from numba import njit
 
 from symmcomm.kernels.cpu import context as c
-from symmcomm.kernels.cpu.barrier import meet, sync
+from symmcomm.kernels.cpu.barrier import arrive, await_peers, meet, sync
 from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import note_sources, own_slot, source_of, window
+from symmcomm.kernels.cpu.windows import STAGED, fetch, note_sources, own_slot, source_of
 
 
 @njit(cache=True, nogil=True)
-def _take(ctx: int, tensor: int, at: int, num_bytes: int, sender: int) -> None:
-    """Copies bytes ``at`` and on of the senders' inputs to where TARGETS says."""
+def _take(ctx: int, epoch: int, tensor: int, at: int, num_bytes: int, sender: int) -> bool:
+    """Copies bytes ``at`` and on of the senders' inputs to where TARGETS says. False: some could not be read."""
     rank, world_size, targets = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.TARGETS)
-    epoch = c.get(ctx, c.EPOCH)
     for hop in range(world_size):
         peer = (rank + hop) % world_size
         if sender >= 0 and peer != sender:
             continue
         target = load_i64(targets + 8 * peer) + at
-        origin = tensor + at if peer == rank else window(ctx, peer, epoch, 0, at)
-        if target != origin:
-            memcpy(target, origin, num_bytes)
+        if peer != rank:
+            if not fetch(ctx, peer, epoch, 0, at, target, num_bytes):
+                return False
+        elif target != tensor + at:
+            memcpy(target, tensor + at, num_bytes)
+    return True
 
 
 @njit(cache=True, nogil=True)
 def _all_gather(ctx: int, call: int, tensor: int, num_bytes: int, sender: int, taker: int) -> int:
-    rank, source = c.get(ctx, c.RANK), source_of(ctx, tensor)
-    stages = source < 0 and (sender < 0 or rank == sender)
+    rank, single = c.get(ctx, c.RANK), num_bytes >= c.get(ctx, c.SINGLE_COPY_BYTES)
+    if sender >= 0 and num_bytes >= c.get(ctx, c.PIPELINED_BYTES):
+        single = False  # one copies in while the others copy out: faster than copies that wait for nobody
+    source = source_of(ctx, tensor, single)
+    stages = source == STAGED and (sender < 0 or rank == sender)
     takes = taker < 0 or rank == taker
     per_chunk = min(2 * c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES))
     if stages:
@@ -41,19 +46,20 @@ def _all_gather(ctx: int, call: int, tensor: int, num_bytes: int, sender: int, t
     status = meet(ctx, call, num_bytes, source, 0)
     if status != c.OK:
         return status
-    num_staged, num_in_place = note_sources(ctx, c.get(ctx, c.EPOCH), sender)
+    num_symmetric, num_private, num_staged = note_sources(ctx, c.get(ctx, c.EPOCH), sender)
     if num_staged == 0:
         per_chunk = max(num_bytes, 1)
     for at in range(0, num_bytes, per_chunk):
-        following = at + per_chunk
-        if stages and following < num_bytes:
-            slot = own_slot(ctx, c.get(ctx, c.EPOCH) + 1)
-            memcpy(slot, tensor + following, min(per_chunk, num_bytes - following))
-        if takes:
-            _take(ctx, tensor, at, min(per_chunk, num_bytes - at), sender)
-        if following < num_bytes and not sync(ctx):
+        epoch, following = c.get(ctx, c.EPOCH), at + per_chunk
+        if following < num_bytes:
+            if stages:
+                memcpy(own_slot(ctx, epoch + 1), tensor + following, min(per_chunk, num_bytes - following))
+            arrive(ctx)
+        if takes and not _take(ctx, epoch, tensor, at, min(per_chunk, num_bytes - at), sender):
             return c.STOPPED
-    if num_in_place > 0 and not sync(ctx):
+        if following < num_bytes and not await_peers(ctx, epoch + 1):
+            return c.STOPPED
+    if num_symmetric + num_private > 0 and not sync(ctx):
         return c.STOPPED
     return c.OK
 

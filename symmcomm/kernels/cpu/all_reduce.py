@@ -1,19 +1,24 @@
 """All-reduce, and reduce to one rank (``root`` ≥ 0: only the root's tensor changes).
 
-**One-shot** (small): each rank copies its tensor into its slot; barrier; each reduces all ranks' slots into its tensor.
+**One-shot** (small, or two ranks): each rank copies its tensor into its slot, in chunks; barrier; each reduces all
+ranks' slots into its tensor. The next chunk is in its slot and signalled before that, so the barriers cost no time.
 
 **Two-shot in place** (all tensors symmetric, at whatever offsets): barrier; rank r reduces slice r of all tensors and
 writes it into slice r of all tensors; barrier. Nobody but rank r touches slice r between the two, so no copy is needed;
 the second barrier makes the results visible and ends the reading.
 
-**Two-shot staged** (any tensor is ordinary): a pipeline over chunks with one barrier a step. Before barrier e a rank
-copies chunk k into slot e, and reduces its slice of chunk k - 1, which peers hold in slots e - 1, into the result half
-of slot e; after e it collects the reduced slices of chunk k - 1. By the rule of two parities (see ``barrier``) the
-slots of e - 1 stay as they are until this rank arrives at e. A symmetric tensor among ordinary ones is read in place:
-its owner writes chunk k - 1 only after barrier e, when all have read it.
+**Two-shot staged**: a pipeline over chunks with one barrier a step. Before barrier e a rank copies chunk k into slot e,
+and reduces its slice of chunk k - 1, which peers hold in slots e - 1, into the result half of slot e; after e it
+collects the reduced slices of chunk k - 1. By the rule of reuse (see ``barrier``) the slots of e - 1 stay as
+they are until then. A symmetric tensor among ordinary ones is read in place: its owner writes chunk
+k - 1 only after barrier e, when all have read it.
 
-The order of the sum is that of the ranks in all three, and one rank computes each element (or all compute it alike), so
-the bits are the same on every rank and for every path.
+(Reading ordinary tensors out of their processes, as other collectives do, was measured and is slower here: both
+directions at once pay for the pages that the kernel looks up.)
+
+The order of the sum is that of the ranks in all of them, and one rank computes each element (or all compute it alike),
+so the bits are the same on every rank and for every path. Which path is taken follows from the size and from what all
+ranks announce, so all take the same.
 """
 
 from __future__ import annotations
@@ -21,9 +26,16 @@ from __future__ import annotations
 from numba import njit
 
 from symmcomm.kernels.cpu import context as c
-from symmcomm.kernels.cpu.barrier import meet, sync
+from symmcomm.kernels.cpu.barrier import arrive, await_peers, meet, sync
 from symmcomm.kernels.cpu.primitives import call_5, load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import STAGED, note_sources, own_slot, slice_start, source_of, window
+from symmcomm.kernels.cpu.windows import (
+    STAGED,
+    note_sources,
+    own_slot,
+    slice_start,
+    source_of,
+    window,
+)
 
 _TILE_BYTES = 32 << 10  # reduced and sent on while still in the first-level cache
 
@@ -35,16 +47,21 @@ def _reduce(ctx: int, function: int, destination: int, count: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _one_shot(ctx: int, call: int, tensor: int, count: int, itemsize: int, function: int, root: int) -> int:
-    rank, epoch, addresses = c.get(ctx, c.RANK), c.get(ctx, c.EPOCH) + 1, c.get(ctx, c.ADDRESSES)
-    memcpy(own_slot(ctx, epoch), tensor, count * itemsize)
-    status = meet(ctx, call, count, STAGED, 0)
-    if status != c.OK or (root >= 0 and rank != root):
-        return status
-    for peer in range(c.get(ctx, c.WORLD_SIZE)):
-        store_i64(addresses + 8 * peer, c.peer_address(ctx, peer, c.slot_offset(ctx, epoch)))
-    store_i64(addresses + 8 * rank, tensor)
-    _reduce(ctx, function, tensor, count)
+def _one_shot(ctx: int, tensor: int, count: int, itemsize: int, per_chunk: int, function: int, root: int) -> int:
+    rank, addresses = c.get(ctx, c.RANK), c.get(ctx, c.ADDRESSES)
+    for at in range(0, count, per_chunk):
+        epoch, chunk, following = c.get(ctx, c.EPOCH), tensor + at * itemsize, at + per_chunk
+        if following < count:
+            n = min(per_chunk, count - following)
+            memcpy(own_slot(ctx, epoch + 1), tensor + following * itemsize, n * itemsize)
+            arrive(ctx)
+        if root < 0 or rank == root:
+            for peer in range(c.get(ctx, c.WORLD_SIZE)):
+                store_i64(addresses + 8 * peer, c.peer_address(ctx, peer, c.slot_offset(ctx, epoch)))
+            store_i64(addresses + 8 * rank, chunk)
+            _reduce(ctx, function, chunk, min(per_chunk, count - at))
+        if following < count and not await_peers(ctx, epoch + 1):
+            return c.STOPPED
     return c.OK
 
 
@@ -102,20 +119,13 @@ def _collect(ctx: int, epoch: int, chunk: int, count: int, itemsize: int) -> Non
 
 
 @njit(cache=True, nogil=True)
-def _two_shot(ctx: int, call: int, tensor: int, count: int, itemsize: int, function: int, root: int) -> int:
-    per_chunk = min(c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES) // 2) // itemsize
-    source = source_of(ctx, tensor)
-    if source < 0:
-        _copy_in(ctx, own_slot(ctx, c.get(ctx, c.EPOCH) + 1), tensor, min(per_chunk, count), itemsize)
-    status = meet(ctx, call, count, source, 0)
-    if status != c.OK:
-        return status
-    if note_sources(ctx, c.get(ctx, c.EPOCH), -1)[0] == 0:
-        return _in_place(ctx, count, itemsize, function, root)
+def _staged(
+    ctx: int, tensor: int, count: int, itemsize: int, per_chunk: int, source: int, function: int, root: int
+) -> int:
     takes = root < 0 or c.get(ctx, c.RANK) == root
     for at in range(0, count, per_chunk):
         epoch, following = c.get(ctx, c.EPOCH), at + per_chunk
-        if source < 0 and following < count:
+        if source == STAGED and following < count:
             slot, chunk = own_slot(ctx, epoch + 1), tensor + following * itemsize
             _copy_in(ctx, slot, chunk, min(per_chunk, count - following), itemsize)
         n = min(per_chunk, count - at)
@@ -128,6 +138,29 @@ def _two_shot(ctx: int, call: int, tensor: int, count: int, itemsize: int, funct
 
 
 @njit(cache=True, nogil=True)
+def _all_reduce(ctx: int, call: int, tensor: int, count: int, itemsize: int, function: int, root: int) -> int:
+    num_bytes = count * itemsize
+    small = num_bytes <= c.get(ctx, c.ONE_SHOT_BYTES)
+    source = source_of(ctx, tensor, False) if num_bytes >= c.get(ctx, c.IN_PLACE_BYTES) else STAGED
+    per_chunk = min(c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES) // 2) // itemsize
+    if source == STAGED:
+        slot = own_slot(ctx, c.get(ctx, c.EPOCH) + 1)
+        if small:
+            memcpy(slot, tensor, min(per_chunk * itemsize, num_bytes))
+        else:
+            _copy_in(ctx, slot, tensor, min(per_chunk, count), itemsize)
+    status = meet(ctx, call, count, source, 0)
+    if status != c.OK:
+        return status
+    num_symmetric, _, num_staged = note_sources(ctx, c.get(ctx, c.EPOCH), -1)
+    if num_staged == 0:
+        return _in_place(ctx, count, itemsize, function, root)
+    if small and num_symmetric == 0:
+        return _one_shot(ctx, tensor, count, itemsize, per_chunk, function, root)
+    return _staged(ctx, tensor, count, itemsize, per_chunk, source, function, root)
+
+
+@njit(cache=True, nogil=True)
 def all_reduce(ctx: int, reduction: int, tensor: int, count: int) -> int:
     """Reduces ``count`` elements at ``tensor`` over all ranks, as the ``reduction`` (see ``reduce``) says."""
     if not c.enter(ctx):
@@ -136,6 +169,4 @@ def all_reduce(ctx: int, reduction: int, tensor: int, count: int) -> int:
     root = load_i64(reduction + 24)
     if c.get(ctx, c.WORLD_SIZE) == 1:
         return c.leave(ctx, c.OK)
-    if count * itemsize <= c.get(ctx, c.ONE_SHOT_BYTES):
-        return c.leave(ctx, _one_shot(ctx, call, tensor, count, itemsize, function, root))
-    return c.leave(ctx, _two_shot(ctx, call, tensor, count, itemsize, function, root))
+    return c.leave(ctx, _all_reduce(ctx, call, tensor, count, itemsize, function, root))

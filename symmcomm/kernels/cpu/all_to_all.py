@@ -1,7 +1,7 @@
 """An input of its own for every taker: all-to-all with even or uneven parts, and scatter (one sends).
 
 What a rank sends to each peer (bytes and offset in its input) lies in its SPLITS table, of the parity of the opening
-barrier; takers copy their entries out before they arrive at the next one (rule of two parities, see ``barrier``). Where
+barrier; takers copy their entries out before they arrive at the next one (rule of reuse, see ``barrier``). Where
 parts are uneven they also compare them with what they expect, and a second barrier carries the verdicts, so that all
 ranks see a mismatch. Data then moves as in ``all_gather``, with the slot divided into one area a taker.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 from numba import njit
 
 from symmcomm.kernels.cpu import context as c
-from symmcomm.kernels.cpu.barrier import VOTE, describe, described, meet, sync
+from symmcomm.kernels.cpu.barrier import VOTE, arrive, await_peers, describe, described, meet, sync
 from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import STAGED, note_sources, own_slot, source_of, window
+from symmcomm.kernels.cpu.windows import STAGED, fetch, note_sources, own_slot, source_of
 
 UNEVEN = -1
 
@@ -36,16 +36,22 @@ def _fill_even(ctx: int, count: int, output: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _publish(ctx: int, epoch: int) -> int:
-    """Copies this rank's (bytes, offset) pairs into its table; returns the largest number of bytes."""
-    rank, splits, largest = c.get(ctx, c.RANK), c.get(ctx, c.OUTGOING), 0
+def _largest_part(ctx: int) -> int:
+    """Most bytes that this rank sends to one peer."""
+    largest = 0
+    for peer in range(c.get(ctx, c.WORLD_SIZE)):
+        largest = max(largest, load_i64(c.get(ctx, c.OUTGOING) + 16 * peer))
+    return largest
+
+
+@njit(cache=True, nogil=True)
+def _publish(ctx: int, epoch: int) -> None:
+    """Copies this rank's (bytes, offset) pairs into its table."""
+    rank, splits = c.get(ctx, c.RANK), c.get(ctx, c.OUTGOING)
     for peer in range(c.get(ctx, c.WORLD_SIZE)):
         split = _split(ctx, rank, epoch, peer)
-        num_bytes = load_i64(splits + 16 * peer)
-        store_i64(split, num_bytes)
+        store_i64(split, load_i64(splits + 16 * peer))
         store_i64(split + 8, load_i64(splits + 16 * peer + 8))
-        largest = max(largest, num_bytes)
-    return largest
 
 
 @njit(cache=True, nogil=True)
@@ -74,7 +80,7 @@ def _agree(ctx: int, call: int, source: int) -> int:
         return c.STOPPED
     for peer in range(c.get(ctx, c.WORLD_SIZE)):
         if described(ctx, c.get(ctx, c.EPOCH), peer, VOTE) != 0:
-            return c.mismatch(ctx, peer, 1)
+            return c.mismatch(ctx, peer, c.IN_VOTES)
     return c.OK
 
 
@@ -91,38 +97,43 @@ def _copy_in(ctx: int, epoch: int, tensor: int, at: int, area: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _take(ctx: int, tensor: int, at: int, area: int, sender: int) -> None:
-    """Bytes ``at`` and on of what each sender has for this rank, to where TARGETS says."""
+def _take(ctx: int, epoch: int, tensor: int, at: int, area: int, sender: int) -> bool:
+    """Bytes ``at`` and on of what each sender has for this rank, to where TARGETS says. False: some were not read."""
     rank, world_size, targets = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.TARGETS)
-    epoch, incoming = c.get(ctx, c.EPOCH), c.get(ctx, c.INCOMING)
+    incoming = c.get(ctx, c.INCOMING)
     for hop in range(world_size):
         peer = (rank + hop) % world_size
         if sender >= 0 and peer != sender:
             continue
         num_bytes = min(area, load_i64(incoming + 16 * peer) - at)
-        if num_bytes > 0:
-            in_tensor = load_i64(incoming + 16 * peer + 8) + at
-            origin = tensor + in_tensor if peer == rank else window(ctx, peer, epoch, rank * area, in_tensor)
-            target = load_i64(targets + 8 * peer) + at
-            if target != origin:
-                memcpy(target, origin, num_bytes)
+        if num_bytes <= 0:
+            continue
+        in_tensor, target = load_i64(incoming + 16 * peer + 8) + at, load_i64(targets + 8 * peer) + at
+        if peer != rank:
+            if not fetch(ctx, peer, epoch, rank * area, in_tensor, target, num_bytes):
+                return False
+        elif target != tensor + in_tensor:
+            memcpy(target, tensor + in_tensor, num_bytes)
+    return True
 
 
 @njit(cache=True, nogil=True)
 def _all_to_all(ctx: int, call: int, tensor: int, count: int, sender: int, output: int) -> int:
     # Peers cannot read in place what this rank overwrites.
-    source = STAGED if output == tensor else source_of(ctx, tensor)
-    stages = source < 0 and (sender < 0 or c.get(ctx, c.RANK) == sender)
+    single = _largest_part(ctx) >= c.get(ctx, c.SINGLE_COPY_BYTES)
+    source = STAGED if output == tensor else source_of(ctx, tensor, single)
+    stages = source == STAGED and (sender < 0 or c.get(ctx, c.RANK) == sender)
     budget = min(2 * c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES))
     area = max(64, budget // c.get(ctx, c.WORLD_SIZE) // 64 * 64)
     epoch = c.get(ctx, c.EPOCH) + 1
     if stages and count != UNEVEN:
         _copy_in(ctx, epoch, tensor, 0, area)
-    status = meet(ctx, call, count, source, _publish(ctx, epoch))
+    _publish(ctx, epoch)
+    status = meet(ctx, call, count, source, _largest_part(ctx))
     if status != c.OK:
         return status
     largest = _note_incoming(ctx, epoch)
-    num_staged, num_in_place = note_sources(ctx, epoch, sender)
+    num_symmetric, num_private, num_staged = note_sources(ctx, epoch, sender)
     if count == UNEVEN:
         if stages:
             _copy_in(ctx, epoch + 1, tensor, 0, area)
@@ -132,13 +143,16 @@ def _all_to_all(ctx: int, call: int, tensor: int, count: int, sender: int, outpu
     if num_staged == 0:
         area = max(largest, 1)
     for at in range(0, largest, area):
-        following = at + area
-        if stages and following < largest:
-            _copy_in(ctx, c.get(ctx, c.EPOCH) + 1, tensor, following, area)
-        _take(ctx, tensor, at, area, sender)
-        if following < largest and not sync(ctx):
+        epoch, following = c.get(ctx, c.EPOCH), at + area
+        if following < largest:
+            if stages:
+                _copy_in(ctx, epoch + 1, tensor, following, area)
+            arrive(ctx)
+        if not _take(ctx, epoch, tensor, at, area, sender):
             return c.STOPPED
-    if num_in_place > 0 and not sync(ctx):
+        if following < largest and not await_peers(ctx, epoch + 1):
+            return c.STOPPED
+    if num_symmetric + num_private > 0 and not sync(ctx):
         return c.STOPPED
     return c.OK
 
@@ -148,11 +162,11 @@ def all_to_all(ctx: int, call: int, tensor: int, count: int, sender: int, output
     """Moves the part that each sender (a rank, or -1 for all) has for this rank to TARGETS[sender].
 
     ``count`` is the bytes of every part, or UNEVEN; the scratch tables hold what goes and comes: OUTGOING pairs (bytes,
-    offset from ``tensor``) a taker, EXPECTED bytes a sender, TARGETS addresses. An ``output`` that is not 0 fills them
-    for equal parts that lie one after the other.
+    offset from ``tensor``) a taker, EXPECTED bytes a sender, TARGETS addresses. Where all send equal parts, which lie
+    one after the other at ``tensor`` and at ``output``, the tables are filled here.
     """
     if not c.enter(ctx):
         return c.REFUSED
-    if output != 0:
+    if count != UNEVEN and sender < 0:
         _fill_even(ctx, count, output)
     return c.leave(ctx, _all_to_all(ctx, call, tensor, count, sender, output))

@@ -4,11 +4,13 @@
 then waits, with acquire, until every peer's line in its own heap reads e. So all that any rank wrote before arriving is
 visible to every rank that has passed.
 
-**The rule of two parities**, on which every collective here stands: lines and staging slots exist twice, and barrier e
-uses those of parity e & 1. What a rank writes into slot e & 1 before it arrives at e, peers read after they pass e and
-before they arrive at e + 1. It is written again only before arriving at e + 2, that is after passing e + 1, at which
-point every peer has arrived at e + 1 and has stopped reading. The same argument covers the lines: nobody overwrites
-line e & 1 before all have read it. Hence barriers are safe back to back, and one barrier a step is enough.
+**The rule of reuse**, on which every collective here stands. Lines exist twice: barrier e uses those of parity e & 1. A
+rank looks at them after it has passed e and before it arrives at e + 1. They are written again only before arriving at
+e + 2, so after passing e + 1, when all have arrived at e + 1: nobody overwrites a line that is still to be read, and
+barriers are safe back to back. Staging slots exist three times: what a rank writes into slot e mod 3 before it arrives
+at e, peers read after they pass e and before they arrive at e + 2. It is written again only before arriving at e + 3,
+so after passing e + 2, when all have arrived at e + 2. Hence one barrier a step is enough, and a rank may arrive at
+e + 1 first and read slot e while that signal is on its way.
 
 **Ring barrier.** Each rank only signals its successor and waits for its predecessor, world_size - 1 rounds; the word
 counts rounds and is never reset. A rank sends its round k + 1 after it saw its predecessor's round k, so having seen
@@ -44,6 +46,7 @@ from symmcomm.kernels.cpu.primitives import (
     store_i64,
     store_release,
 )
+from symmcomm.memory.signals import WAITING
 
 POLL_INTERVAL_NS = 20_000_000
 CALL, COUNT, SOURCE, VOTE = 8, 16, 24, 32  # offsets in a line
@@ -66,12 +69,19 @@ def signal(word: int, epoch: int) -> None:
 
 
 @njit(cache=True, nogil=True)
+def show_waiting(ctx: int, whom: int) -> None:
+    """Tells the peers whom this rank waits for (1 + rank, or 0): so that a time-out names who kept all waiting."""
+    store_i64(c.peer_address(ctx, c.get(ctx, c.RANK), WAITING), whom)
+
+
+@njit(cache=True, nogil=True)
 def note_wait(ctx: int, word: int, expected: int, peer: int) -> None:
     """Leaves for ``POLL`` what is waited for; it notes the time itself when it finds WAIT_SINCE zero."""
     c.put(ctx, c.WAIT_WORD, word)
     c.put(ctx, c.WAIT_EXPECTED, expected)
     c.put(ctx, c.WAIT_PEER, peer)
     c.put(ctx, c.WAIT_SINCE, 0)
+    show_waiting(ctx, peer + 1)
 
 
 @njit(cache=True, nogil=True)
@@ -94,6 +104,7 @@ def wait(ctx: int, word: int, epoch: int, peer: int) -> bool:
             woken = futex_wait(word, seen, POLL_INTERVAL_NS)
         atomic_add(word + _SLEEPERS, 0xFFFFFFFF)
         if reached(word, epoch):
+            show_waiting(ctx, 0)
             return True
         if woken != 0 and call_1(c.get(ctx, c.POLL), ctx) == 0:
             return reached(word, epoch)  # a peer may signal and only then leave
@@ -171,7 +182,7 @@ def meet(ctx: int, call: int, count: int, source: int, vote: int) -> int:
         return c.STOPPED
     for peer in range(c.get(ctx, c.WORLD_SIZE)):
         if described(ctx, epoch, peer, CALL) != call or described(ctx, epoch, peer, COUNT) != count:
-            return c.mismatch(ctx, peer, 0)
+            return c.mismatch(ctx, peer, c.IN_OPENING)
     return c.OK
 
 
@@ -218,6 +229,8 @@ def swap(ctx: int, word: int, before: int, after: int, peer: int) -> bool:
             futex_wait(word, after, 1_000_000)
             if call_1(c.get(ctx, c.POLL), ctx) == 0:
                 return compare_and_swap(word, before, after) == before
+    if tries > spins:
+        show_waiting(ctx, 0)
     return True
 
 

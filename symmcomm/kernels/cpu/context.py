@@ -9,7 +9,7 @@ from __future__ import annotations
 from numba import njit
 
 from symmcomm.kernels.cpu.primitives import load_i64, store_i64
-from symmcomm.memory.signals import LINE_BYTES
+from symmcomm.memory.signals import LINE_BYTES, NUM_SLOTS
 
 BASE, STRIDE, RANK, WORLD_SIZE = 0, 1, 2, 3  # flat address space: peer p's heap is at BASE + p·STRIDE
 LINES, RING, SENT, TAKEN, SIGNAL_PAD = 4, 5, 6, 7, 8  # offsets of the pads, see memory.signals
@@ -21,12 +21,17 @@ WAIT_PEER, WAIT_EXPECTED, WAIT_WORD, WAIT_SINCE = 21, 22, 23, 24  # what the ran
 TILE, ADDRESSES, SOURCES, TARGETS = 25, 26, 27, 28  # scratch: accumulators; one address or offset a peer
 CHUNKS_SENT, CHUNKS_TAKEN = 29, 30  # counters of point-to-point chunks, one a peer
 DELAY_NS = 31  # fault injection: how long this rank sleeps before each of its signals
-# Who disagrees, and where it stands: 0 in the opening lines, 1 in votes, else the address of a line.
-MISMATCH_PEER, MISMATCH_LINE = 32, 33
+MISMATCH_PEER, MISMATCH_PLACE = 32, 33  # who disagrees, and what tells: see IN_OPENING and the following
 SPLITS, INCOMING, OUTGOING, EXPECTED = 34, 35, 36, 37  # an all-to-all's table, and its scratch
 HEAP_BYTES = 38  # of this rank's part of the address space
-NUM_FIELDS = 39
+# Least sizes read out of tensors themselves: symmetric ones by an all-reduce, ordinary ones by other collectives.
+IN_PLACE_BYTES, SINGLE_COPY_BYTES = 39, 40
+PIPELINED_BYTES = 42  # from here on a call with one sender is staged again
+PIDS = 43  # process ids, one a peer
+EXPECTED_CALL, EXPECTED_COUNT, SENT_CALL, SENT_COUNT = 44, 45, 46, 47  # of a message that was refused
+NUM_FIELDS = 48
 
+IN_OPENING, IN_VOTES, AS_SENDER, AS_RECEIVER = 0, 1, 2, 3  # lines of the barrier; or EXPECTED_ and SENT_ fields
 OPEN, IN_CALL, CLOSED, FAILED, FORKED = 0, 1, 2, 3, 4  # values of STATE
 OK, STOPPED, MISMATCH, REFUSED = 0, 1, 2, 3  # what a kernel returns; STOPPED: a wait, by POLL; REFUSED: not OPEN
 
@@ -58,15 +63,15 @@ def line_offset(ctx: int, epoch: int, sender: int) -> int:
 
 @njit(cache=True, nogil=True)
 def slot_offset(ctx: int, epoch: int) -> int:
-    """Offset of the staging slot that may be written before the signal of ``epoch`` and read by peers after it."""
-    return get(ctx, STAGING) + (epoch & 1) * get(ctx, SLOT_BYTES)
+    """Offset of the staging slot that is written before arriving at ``epoch`` (rule of reuse, see ``barrier``)."""
+    return get(ctx, STAGING) + (epoch % NUM_SLOTS) * get(ctx, SLOT_BYTES)
 
 
 @njit(cache=True, nogil=True)
-def mismatch(ctx: int, peer: int, line: int) -> int:
+def mismatch(ctx: int, peer: int, place: int) -> int:
     """Notes a disagreement for ``collectives.mismatch``."""
     put(ctx, MISMATCH_PEER, peer)
-    put(ctx, MISMATCH_LINE, line)
+    put(ctx, MISMATCH_PLACE, place)
     return MISMATCH
 
 

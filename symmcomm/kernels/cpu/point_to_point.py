@@ -12,8 +12,8 @@ from __future__ import annotations
 from numba import njit
 
 from symmcomm.kernels.cpu import context as c
-from symmcomm.kernels.cpu.barrier import CALL, COUNT, SOURCE, VOTE, delay, signal, wait
-from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
+from symmcomm.kernels.cpu.barrier import CALL, COUNT, SOURCE, VOTE, delay, reached, signal, wait
+from symmcomm.kernels.cpu.primitives import load_acquire, load_i64, memcpy, store_i64
 from symmcomm.memory.signals import LINE_BYTES, NUM_MESSAGE_SLOTS
 
 _HEADER_BYTES = 64  # call, bytes of the whole message
@@ -34,6 +34,15 @@ def _next(ctx: int, counters: int, peer: int) -> int:
 
 
 @njit(cache=True, nogil=True)
+def _keep(ctx: int, expected_call: int, expected_count: int, sent_call: int, sent_count: int) -> None:
+    """What the receiver expected and what was sent, for the error."""
+    c.put(ctx, c.EXPECTED_CALL, expected_call)
+    c.put(ctx, c.EXPECTED_COUNT, expected_count)
+    c.put(ctx, c.SENT_CALL, sent_call)
+    c.put(ctx, c.SENT_COUNT, sent_count)
+
+
+@njit(cache=True, nogil=True)
 def _send(ctx: int, call: int, tensor: int, num_bytes: int, receiver: int) -> int:
     rank = c.get(ctx, c.RANK)
     taken = c.peer_address(ctx, rank, c.get(ctx, c.TAKEN) + receiver * LINE_BYTES)
@@ -49,18 +58,10 @@ def _send(ctx: int, call: int, tensor: int, num_bytes: int, receiver: int) -> in
         delay(ctx)
         signal(c.peer_address(ctx, receiver, c.get(ctx, c.SENT) + rank * LINE_BYTES), chunk)
     if load_i64(taken + VOTE) != 0:
+        _keep(ctx, load_i64(taken + CALL), load_i64(taken + COUNT), load_i64(taken + VOTE), load_i64(taken + SOURCE))
         store_i64(taken + VOTE, 0)
-        return c.mismatch(ctx, receiver, taken)
+        return c.mismatch(ctx, receiver, c.AS_SENDER)
     return c.OK
-
-
-@njit(cache=True, nogil=True)
-def _report(line: int, slot: int, call: int, num_bytes: int) -> None:
-    """What was expected, as CALL and COUNT, and what was sent, as VOTE and SOURCE."""
-    store_i64(line + CALL, call)
-    store_i64(line + COUNT, num_bytes)
-    store_i64(line + SOURCE, load_i64(slot + 8))
-    store_i64(line + VOTE, load_i64(slot))
 
 
 @njit(cache=True, nogil=True)
@@ -77,9 +78,12 @@ def _receive(ctx: int, call: int, tensor: int, num_bytes: int, sender: int) -> i
         slot = _slot(ctx, sender, rank, chunk)
         total = max(load_i64(slot + 8), 1)
         if at == 0 and (load_i64(slot) != call or load_i64(slot + 8) != num_bytes):
-            status = c.mismatch(ctx, sender, sent)
-            _report(sent, slot, call, num_bytes)
-            _report(taken, slot, call, num_bytes)
+            status = c.mismatch(ctx, sender, c.AS_RECEIVER)
+            _keep(ctx, call, num_bytes, load_i64(slot), load_i64(slot + 8))
+            store_i64(taken + CALL, call)
+            store_i64(taken + COUNT, num_bytes)
+            store_i64(taken + SOURCE, load_i64(slot + 8))
+            store_i64(taken + VOTE, load_i64(slot))
         if status == c.OK:
             memcpy(tensor + at, slot + _HEADER_BYTES, min(capacity, num_bytes - at))
         at += capacity
@@ -102,3 +106,21 @@ def receive(ctx: int, call: int, tensor: int, num_bytes: int, sender: int) -> in
     if not c.enter(ctx):
         return c.REFUSED
     return c.leave(ctx, _receive(ctx, call, tensor, num_bytes, sender))
+
+
+@njit(cache=True, nogil=True)
+def probe(ctx: int, sender: int, waits: int) -> int:
+    """OK if the sender's next chunk is in the queue; else STOPPED, at once or (``waits``) when ``POLL`` says so."""
+    sent = c.peer_address(ctx, c.get(ctx, c.RANK), c.get(ctx, c.SENT) + sender * LINE_BYTES)
+    chunk = load_i64(c.get(ctx, c.CHUNKS_TAKEN) + 8 * sender) + 1
+    if waits:
+        return c.OK if wait(ctx, sent, chunk, sender) else c.STOPPED
+    return c.OK if reached(sent, chunk) else c.STOPPED
+
+
+@njit(cache=True, nogil=True)
+def room(ctx: int, receiver: int) -> int:
+    """Bytes that ``send`` to the receiver can take at once, without waiting."""
+    taken = c.peer_address(ctx, c.get(ctx, c.RANK), c.get(ctx, c.TAKEN) + receiver * LINE_BYTES)
+    in_queue = (load_i64(c.get(ctx, c.CHUNKS_SENT) + 8 * receiver) - load_acquire(taken)) & 0xFFFFFFFF
+    return (NUM_MESSAGE_SLOTS - in_queue) * (c.get(ctx, c.MESSAGE_BYTES) - _HEADER_BYTES)

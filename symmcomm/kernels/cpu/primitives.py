@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
+_SYS_PROCESS_VM_READV = {"x86_64": 310, "aarch64": 270}[platform.machine()]
 _PAUSE = {"x86_64": ("llvm.x86.sse2.pause", ()), "aarch64": ("llvm.aarch64.hint", (1,))}[platform.machine()]  # 1: yield
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the PRIVATE forms: the word is shared between processes
 
@@ -104,11 +105,11 @@ def pause(typingctx: Any) -> Any:
 
 @intrinsic
 def address_of_slot(typingctx: Any) -> Any:
-    """Address of 16 bytes on the stack of the calling function, for a ``timespec``."""
+    """Address of 32 bytes on the stack of the calling function, for a ``timespec`` or two ``iovec``."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         with builder.goto_entry_block():
-            slot = builder.alloca(ir.ArrayType(_I64, 2))
+            slot = builder.alloca(ir.ArrayType(_I64, 4))
         return builder.ptrtoint(slot, _I64)
 
     return types.int64(), codegen
@@ -145,3 +146,21 @@ def futex_wait(address: int, expected: int, timeout_ns: int) -> int:
 def futex_wake(address: int) -> int:
     """Wakes every sleeper on the word."""
     return _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+
+
+@njit(cache=True, nogil=True)
+def read_process(pid: int, remote: int, target: int, num_bytes: int) -> bool:
+    """Copies from another process's memory in one pass, by the kernel. False: refused, or the process is gone."""
+    vectors = address_of_slot()
+    while num_bytes > 0:
+        store_i64(vectors, target)
+        store_i64(vectors + 8, num_bytes)
+        store_i64(vectors + 16, remote)
+        store_i64(vectors + 24, num_bytes)
+        copied = _syscall(_SYS_PROCESS_VM_READV, pid, vectors, 1, vectors + 16, 1, 0)
+        if copied <= 0:
+            return False
+        remote += copied
+        target += copied
+        num_bytes -= copied
+    return True

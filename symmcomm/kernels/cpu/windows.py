@@ -1,9 +1,14 @@
-"""Where the ranks of a collective find each other's data: in a symmetric tensor itself, or in a staging slot.
+"""Where the ranks of a collective find each other's data, and how a rank reads it.
 
-A rank whose input is symmetric announces its heap offset; one with an ordinary tensor announces STAGED and copies
-chunks into its staging slots. The mix may differ from rank to rank: everyone sees all announcements at the opening
-barrier, so all agree on the number of steps (one if nothing is staged) and on whether a closing barrier must protect
-tensors that peers read in place.
+What a rank announces as the source of its data, when a collective opens:
+
+- a heap offset: the tensor is symmetric; peers read it where it lies;
+- ``private(address)``: an ordinary tensor, large enough that peers read it out of this process's memory, in one copy
+  by the kernel (``process_vm_readv``; only where all ranks found at ``init`` that they may);
+- STAGED: an ordinary tensor that this rank copies, chunk by chunk, into its staging slots.
+
+The mix may differ from rank to rank: everyone sees all announcements at the opening barrier, so all agree on the number
+of steps (one if nothing is staged) and on whether a closing barrier must protect tensors that peers read.
 """
 
 from __future__ import annotations
@@ -12,47 +17,91 @@ from numba import njit
 
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import SOURCE, described
-from symmcomm.kernels.cpu.primitives import load_i64, store_i64
+from symmcomm.kernels.cpu.primitives import load_i64, memcpy, read_process, store_i64
 
 STAGED = -1
 
 
 @njit(cache=True, nogil=True)
-def source_of(ctx: int, address: int) -> int:
-    """Heap offset of a tensor of this rank, or STAGED if it lies elsewhere."""
-    offset = address - c.peer_address(ctx, c.get(ctx, c.RANK), 0)
-    return offset if 0 <= offset < c.get(ctx, c.HEAP_BYTES) else STAGED
+def private(address: int) -> int:
+    """The announcement of an ordinary tensor at an address; its own inverse."""
+    return -2 - address
 
 
 @njit(cache=True, nogil=True)
-def note_sources(ctx: int, epoch: int, root: int) -> tuple[int, int]:
-    """Keeps what the senders (``root``, or all if negative) announced at the epoch. Returns how many are staged, and
-    how many are read in place."""
+def source_of(ctx: int, address: int, single: bool) -> int:
+    """What to announce for data at an address of this process; ``single``: by a single copy if they are private."""
+    offset = address - c.peer_address(ctx, c.get(ctx, c.RANK), 0)
+    if 0 <= offset < c.get(ctx, c.HEAP_BYTES):
+        return offset
+    return private(address) if single else STAGED
+
+
+@njit(cache=True, nogil=True)
+def note_sources(ctx: int, epoch: int, root: int) -> tuple[int, int, int]:
+    """Keeps what the senders (``root``, or all if negative) announced at the epoch. Returns how many are symmetric,
+    private and staged."""
     sources = c.get(ctx, c.SOURCES)
-    num_staged, num_in_place = 0, 0
+    num_symmetric, num_private, num_staged = 0, 0, 0
     for peer in range(c.get(ctx, c.WORLD_SIZE)):
         source = described(ctx, epoch, peer, SOURCE)
         store_i64(sources + 8 * peer, source)
         if root < 0 or peer == root:
-            num_staged += source < 0
-            num_in_place += source >= 0
-    return num_staged, num_in_place
+            num_symmetric += source >= 0
+            num_private += source < STAGED
+            num_staged += source == STAGED
+    return num_symmetric, num_private, num_staged
 
 
 @njit(cache=True, nogil=True)
 def window(ctx: int, peer: int, epoch: int, in_slot: int, in_tensor: int) -> int:
     """Address of the peer's data after the barrier of ``epoch``: ``in_slot`` bytes into its staging slot, or
-    ``in_tensor`` bytes into its symmetric tensor."""
+    ``in_tensor`` bytes into its symmetric tensor. 0 for a private one, which has no address here."""
     source = load_i64(c.get(ctx, c.SOURCES) + 8 * peer)
-    if source < 0:
+    if source < STAGED:
+        return 0
+    if source == STAGED:
         return c.peer_address(ctx, peer, c.slot_offset(ctx, epoch) + in_slot)
     return c.peer_address(ctx, peer, source + in_tensor)
+
+
+@njit(cache=True, nogil=True)
+def fetch(ctx: int, peer: int, epoch: int, in_slot: int, in_tensor: int, target: int, num_bytes: int) -> bool:
+    """Copies the peer's data (see ``window``) to an address of this process. False: its memory could not be read."""
+    address = window(ctx, peer, epoch, in_slot, in_tensor)
+    if address != 0:
+        memcpy(target, address, num_bytes)
+        return True
+    remote = private(load_i64(c.get(ctx, c.SOURCES) + 8 * peer)) + in_tensor
+    if read_process(load_i64(c.get(ctx, c.PIDS) + 8 * peer), remote, target, num_bytes):
+        return True
+    c.put(ctx, c.WAIT_PEER, peer)  # POLL is not asked: the peer's death, or this, is what ``Watch.stop`` reports
+    c.put(ctx, c.WAIT_WORD, 0)
+    return False
 
 
 @njit(cache=True, nogil=True)
 def own_slot(ctx: int, epoch: int) -> int:
     """Address of this rank's staging slot for the barrier of ``epoch``."""
     return c.peer_address(ctx, c.get(ctx, c.RANK), c.slot_offset(ctx, epoch))
+
+
+@njit(cache=True, nogil=True)
+def gather_addresses(ctx: int, epoch: int, in_slot: int, in_tensor: int, num_bytes: int) -> bool:
+    """Fills ADDRESSES with where this process finds ``num_bytes`` of each rank's data (its own slot apart).
+
+    Private data are fetched into this rank's slot of the epoch: with private tensors nothing is staged, and after the
+    opening barrier nobody reads a slot any more.
+    """
+    scratch = own_slot(ctx, epoch)
+    for peer in range(c.get(ctx, c.WORLD_SIZE)):
+        address = window(ctx, peer, epoch, in_slot, in_tensor)
+        if address == 0 and peer != c.get(ctx, c.RANK):
+            address = scratch + peer * num_bytes
+            if not fetch(ctx, peer, epoch, in_slot, in_tensor, address, num_bytes):
+                return False
+        store_i64(c.get(ctx, c.ADDRESSES) + 8 * peer, address)
+    return True
 
 
 @njit(cache=True, nogil=True)

@@ -47,6 +47,13 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
+def _parse_gpu_memory(text: str) -> str:
+    choices = ("auto", "cuda_vmm", "fabric", "cuda_ipc")
+    if text not in choices:
+        raise ArgumentError(f"{text!r} is none of {', '.join(choices)}")
+    return text
+
+
 def _variable(name: str, parse: Any, default: Any, doc: str) -> Any:
     return field(default=default, metadata={"name": name, "parse": parse, "doc": doc})
 
@@ -77,6 +84,16 @@ class Settings:
     pin: bool = _variable("SYMMCOMM_PIN", _parse_bool, False, "1 pins each rank to one CPU core")
     spin: int = _variable(
         "SYMMCOMM_SPIN", int, -1, "polls before a waiting rank yields its core; -1 chooses by ranks and cores"
+    )
+    gpu_memory: str = _variable(
+        "SYMMCOMM_GPU_MEMORY",
+        _parse_gpu_memory,
+        "auto",
+        "how GPUs share memory: auto takes the first that works of cuda_vmm, fabric, cuda_ipc",
+    )
+    share_gpu: bool = _variable("SYMMCOMM_SHARE_GPU", _parse_bool, False, "1 lets several ranks use one GPU")
+    disable_multicast: bool = _variable(
+        "SYMMCOMM_DISABLE_MULTICAST", _parse_bool, False, "1 forbids NVLink multicast, whatever the hardware says"
     )
 
     @classmethod

@@ -47,6 +47,21 @@ class ExchangeError(SymmCommError, RuntimeError):
     """A memory descriptor could not be passed between two ranks."""
 
 
+class CudaError(SymmCommError, RuntimeError):
+    """A call of the CUDA driver failed.
+
+    Attributes:
+        code: the driver's name for it, as ``CUDA_ERROR_NOT_SUPPORTED``.
+    """
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self) -> tuple[type[CudaError], tuple[object, ...]]:
+        return type(self), (self.args[0], self.code)
+
+
 class PeerError(SymmCommError, RuntimeError):
     """A peer did not do its part. The communicator is no longer usable; ``rank`` names the peer.
 

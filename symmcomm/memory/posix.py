@@ -13,13 +13,17 @@ import mmap
 import os
 from pathlib import Path
 
-from symmcomm.errors import OutOfSymmetricMemoryError
+import torch
+
+from symmcomm.errors import ExchangeError, OutOfSymmetricMemoryError
+from symmcomm.memory.provider import Offer, Segment
 
 PAGE_BYTES = mmap.PAGESIZE
 """What mappings and segments are multiples of."""
 
 _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _MADV_HUGEPAGE = 14
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
 
@@ -41,7 +45,7 @@ def _mmap(address: int, num_bytes: int, protection: int, flags: int, fd: int) ->
 def reserve(num_bytes: int) -> int:
     """Takes address space without memory; returns its start."""
     try:
-        return _mmap(0, num_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        return _mmap(0, num_bytes, _PROT_NONE, _RESERVED, -1)
     except OSError as error:
         raise OutOfSymmetricMemoryError(
             f"cannot reserve {num_bytes} bytes of address space for the symmetric heap ({error.strerror}): "
@@ -70,7 +74,12 @@ def map_at(address: int, num_bytes: int, fd: int) -> None:
 
 
 def unmap(address: int, num_bytes: int) -> None:
-    """Gives a range back, memory and address space."""
+    """Gives the memory of a range back; its address space stays reserved."""
+    _libc.mmap(address, num_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED, -1, 0)
+
+
+def unreserve(address: int, num_bytes: int) -> None:
+    """Gives address space back, and memory that is still mapped there."""
     _libc.munmap(address, num_bytes)
 
 
@@ -84,3 +93,40 @@ def available_bytes() -> int:
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         available = min(available, max(limit - used, 0))
     return available
+
+
+class PosixProvider:
+    """``memory.provider.Provider`` of the host's memory."""
+
+    name, place = "posix", "this host"
+    granularity_bytes = PAGE_BYTES
+    growable, divisible, owner_frees_last = True, True, False
+
+    reserve, unreserve, unmap = staticmethod(reserve), staticmethod(unreserve), staticmethod(unmap)
+    available_bytes = staticmethod(available_bytes)
+
+    def create(self, address: int, num_bytes: int) -> Segment:
+        """New zeroed memory, mapped at ``address``; the offer is a descriptor."""
+        fd = create(num_bytes)
+        try:
+            map_at(address, num_bytes, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return Segment(address, fd)
+
+    def map(self, address: int, num_bytes: int, offer: Offer) -> int:
+        """Maps a peer's memory at ``address``. Raises ExchangeError if the offer is none of this provider's."""
+        if not isinstance(offer, int):
+            raise ExchangeError(f"a peer offers {len(offer)} bytes where memory of this host comes by a descriptor")
+        map_at(address, num_bytes, offer)
+        return address
+
+    def reclaim(self) -> None:
+        """Nothing is ever put off."""
+
+    def tensor(self, address: int, num_bytes: int, owner: object) -> torch.Tensor:
+        """A CPU tensor of uint8 that keeps ``owner`` alive."""
+        buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
+        buffer.owner = owner  # type: ignore[attr-defined]
+        return torch.frombuffer(buffer, dtype=torch.uint8)

@@ -60,6 +60,6 @@ def choose(world_size: int, num_cores: int, slot_bytes: int, single_copy: bool, 
         single_copy_bytes=(32 << 10) if single_copy else NEVER,
         pipelined_bytes=NEVER if crowded else 1 << 20,
         chunk_bytes=chunk,
-        spins=spin if spin >= 0 else (20 if crowded else 1000),
+        spins=min(spin, 1_000_000) if spin >= 0 else (20 if crowded else 1000),
         yields=20,
     )

@@ -235,7 +235,7 @@ def swap(ctx: int, word: int, before: int, after: int, peer: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def put_signal(ctx: int, channel: int, peer: int) -> int:
+def _put(ctx: int, channel: int, peer: int) -> int:
     """0 -> 1 in the peer's pad, once the peer has taken this rank's last signal on the channel."""
     index = channel * c.get(ctx, c.WORLD_SIZE) + c.get(ctx, c.RANK)
     delay(ctx)
@@ -244,11 +244,23 @@ def put_signal(ctx: int, channel: int, peer: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def wait_signal(ctx: int, channel: int, peer: int) -> int:
+def _take(ctx: int, channel: int, peer: int) -> int:
     """1 -> 0 in this rank's pad, once the peer has signalled."""
     index = channel * c.get(ctx, c.WORLD_SIZE) + peer
     word = c.peer_address(ctx, c.get(ctx, c.RANK), c.get(ctx, c.SIGNAL_PAD) + 4 * index)
     return c.OK if swap(ctx, word, 1, 0, peer) else c.STOPPED
+
+
+@njit(cache=True, nogil=True)
+def put_signal(ctx: int, channel: int, peer: int) -> int:
+    """Signals a peer on a channel, as a call of its own."""
+    return c.leave(ctx, _put(ctx, channel, peer)) if c.enter(ctx) else c.REFUSED
+
+
+@njit(cache=True, nogil=True)
+def wait_signal(ctx: int, channel: int, peer: int) -> int:
+    """Takes a peer's signal on a channel, as a call of its own."""
+    return c.leave(ctx, _take(ctx, channel, peer)) if c.enter(ctx) else c.REFUSED
 
 
 @njit(cache=True, nogil=True)
@@ -260,6 +272,6 @@ def swap_barrier(ctx: int, channel: int, ring: int) -> int:
     for step in range(1, world_size):
         following = (rank + 1) % world_size if ring else (rank + step) % world_size
         previous = (rank - 1) % world_size if ring else (rank - step) % world_size
-        if put_signal(ctx, channel, following) != c.OK or wait_signal(ctx, channel, previous) != c.OK:
+        if _put(ctx, channel, following) != c.OK or _take(ctx, channel, previous) != c.OK:
             return c.leave(ctx, c.STOPPED)
     return c.leave(ctx, c.OK)

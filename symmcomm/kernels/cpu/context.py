@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from symmcomm.kernels.cpu.primitives import load_i64, store_i64
+from symmcomm.kernels.cpu.primitives import compare_and_swap, load_i64, store_i64
 from symmcomm.memory.signals import LINE_BYTES, NUM_SLOTS
 
 BASE, STRIDE, RANK, WORLD_SIZE = 0, 1, 2, 3  # flat address space: peer p's heap is at BASE + p·STRIDE
@@ -78,10 +78,7 @@ def mismatch(ctx: int, peer: int, place: int) -> int:
 @njit(cache=True, nogil=True)
 def enter(ctx: int) -> bool:
     """Starts a call. False where the communicator is closed, has failed, was forked, or another thread is in a call."""
-    if get(ctx, STATE) != OPEN:
-        return False
-    put(ctx, STATE, IN_CALL)
-    return True
+    return compare_and_swap(ctx + 8 * STATE, OPEN, IN_CALL) == OPEN
 
 
 @njit(cache=True, nogil=True)

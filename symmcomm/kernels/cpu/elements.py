@@ -1,9 +1,9 @@
 """One element of any type: loaded into its accumulator, combined, rounded and stored. Loops over these vectorise.
 
 Loads carry ``!alias.scope`` and stores ``!noalias`` of one scope: LLVM may assume that a store changes no later load of
-the same loop, without which every loop over raw addresses compiles scalar. It holds because a loop reads element i of
-its sources only to write element i of its destination; a destination may be one of the sources, but not overlap it
-shifted.
+the same loop, so that loops over raw addresses vectorise without checks for overlap. It holds because a loop reads
+element i of its sources only to write element i of its destination; a destination may be one of the sources, but not
+overlap it shifted.
 
 ``dtype`` and ``op`` are literals in compiled code, so each instance holds the instructions of one type only.
 Accumulators: float32 for floats of 16 and 8 bits, int32 for integers below 32 bits (int64 for all integers in ``avg``),

@@ -1,0 +1,69 @@
+"""Copies by all threads of some CTAs, of any number of bytes between any addresses.
+
+Units are as wide as both addresses allow (16 bytes, 4 or 1); the rest goes byte by byte.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int64
+
+from symmcomm.kernels.gpu.elements import load_vector, store_vector
+from symmcomm.kernels.gpu.primitives import multimem_st, opaque, pick
+
+
+@cute.jit
+def copy_bytes(
+    target: Int64, source: Int64, num_bytes: Int64, first: Int64, step: Int64, vectors: cutlass.Constexpr
+) -> None:
+    """Units ``first``, ``first + step``, … of ``num_bytes`` (none if negative), ``vectors`` in flight."""
+    both = target | source
+    done = Int64(0)
+    if (both & 15) == 0:
+        done = num_bytes & ~15
+        _sweep(target, source, done >> 4, first, step, vectors, 16, False)
+    elif (both & 3) == 0:
+        done = num_bytes & ~3
+        _sweep(target, source, done >> 2, first, step, vectors, 4, False)
+    _sweep(target + done, source + done, num_bytes - done, first, step, 1, 1, False)
+
+
+@cute.jit
+def multicast_vectors(
+    target: Int64, source: Int64, num: Int64, first: Int64, step: Int64, vectors: cutlass.Constexpr
+) -> None:
+    """Of ``num`` units of 16 bytes; ``target`` is a multicast address."""
+    _sweep(target, source, num, first, step, vectors, 16, True)
+
+
+@cute.jit
+def _sweep(
+    target: Int64, source: Int64, num: Int64, first: Int64, step: Int64, vectors: cutlass.Constexpr,
+    unit: cutlass.Constexpr, switch: cutlass.Constexpr,
+) -> None:  # fmt: skip
+    i = first
+    while i < opaque(num):
+        _batch(target, source, num, i, step, vectors, unit, switch)
+        i += vectors * step
+
+
+def _batch(target: Any, source: Any, num: Any, i: Any, step: Any, vectors: int, unit: int, switch: bool) -> None:
+    """Units i, i + step, …: all loads first, so that they are in flight together."""
+    # The first is always there. No predicate: it would be folded to a literal, which PTX has no form for.
+    here = [(i * unit, None)]
+    here += [((i + u * step) * unit, i + u * step < num) for u in range(1, vectors)]
+    loaded = [load_vector(source + at, unit, semantics="relaxed", when=live) for at, live in here]
+    for (at, live), words in zip(here, loaded, strict=True):
+        if switch:
+            multimem_st(target + at, words, when=live)
+        else:
+            store_vector(target + at, words, unit, when=live)
+
+
+def clip(num_bytes: Any, most: Any) -> Any:
+    """``num_bytes``, but at least 0 and at most ``most``."""
+    positive = pick(num_bytes > Int64(0), num_bytes, Int64(0))
+    return pick(positive < Int64(most), positive, Int64(most))

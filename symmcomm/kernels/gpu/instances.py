@@ -1,0 +1,56 @@
+"""The kernel of a shape: what ``schedule.select_gpu`` chose, with what is compiled into it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from symmcomm.kernels.gpu.all_gather import AllGatherLL, AllGatherPull, AllGatherPush
+from symmcomm.kernels.gpu.all_reduce import AllReduceTwoShot
+from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLL, AllReduceLLTwoShot
+from symmcomm.kernels.gpu.all_to_all import AllToAllStaged, AllToAllUneven
+from symmcomm.kernels.gpu.compile import Kernel
+from symmcomm.kernels.gpu.reduce_scatter import ReduceScatterLL, ReduceScatterPull, ReduceScatterStaged
+from symmcomm.schedule.dtypes import DType, Op
+from symmcomm.schedule.select_gpu import Algorithm, Launch
+
+
+def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int) -> Kernel:
+    """See ``select_gpu.choose``; ``arch`` as in ``sm_<arch>``."""
+    reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
+    match shape.algorithm:
+        case Algorithm.ll:
+            return AllReduceLL(**reduction, threads=shape.threads, cells=shape.unroll)
+        case Algorithm.ll_two_shot:
+            return AllReduceLLTwoShot(**reduction, threads=shape.threads, cells=shape.unroll)
+    return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll)
+
+
+def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int) -> Kernel:
+    """See ``select_gpu.choose_reduce_scatter``; ``arch`` as in ``sm_<arch>``."""
+    reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
+    match shape.algorithm:
+        case Algorithm.ll:
+            return ReduceScatterLL(**reduction, threads=shape.threads, cells=shape.unroll)
+        case Algorithm.pull:
+            return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll)
+    return ReduceScatterStaged(**reduction, threads=shape.threads, vectors=shape.unroll, chunk_bytes=shape.chunk_bytes)
+
+
+def all_gather(shape: Launch, world_size: int, same: bool) -> Kernel:
+    """See ``select_gpu.choose_all_gather``; ``same``: all takers get the same."""
+    threads, unroll = shape.threads, shape.unroll
+    match shape.algorithm:
+        case Algorithm.ll:
+            return AllGatherLL(world_size=world_size, same=same, threads=threads, cells=unroll)
+        case Algorithm.push:
+            return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll)
+        case Algorithm.pull:
+            return AllGatherPull(world_size=world_size, threads=threads, vectors=unroll)
+    return AllToAllStaged(world_size=world_size, threads=threads, vectors=unroll, chunk_bytes=shape.chunk_bytes)
+
+
+def all_to_all_uneven(shape: Launch, world_size: int) -> Kernel:
+    """See ``select_gpu.uneven_shape``."""
+    return AllToAllUneven(
+        world_size=world_size, threads=shape.threads, vectors=shape.unroll, chunk_bytes=shape.chunk_bytes
+    )

@@ -1,0 +1,208 @@
+"""Reduce-scatter: rank r ends with part r of the sum of all inputs, in rank order.
+
+**LL** (small; any tensors): part p goes to rank p in cells that carry their own flag (see ``cells``), which it reduces
+with its own. In place is fine: a thread has read its place in all parts before it writes.
+
+**Staged** (large; any tensors): the parts are pushed in chunks into the peers' staging memory (see ``staged``), where
+each rank reduces them, its own part straight from the input. The output may be any part of the input: a CTA pushes a
+chunk of all parts before it writes there. Stores over a link are faster than loads, and this takes no barrier.
+
+**Pull** (the input symmetric, at the same offset on all ranks): barrier; rank r reduces part r out of all inputs;
+barrier, as an input may change once its rank's kernel is done. With ``multimem`` the switch reduces; the order of its
+sum is its own. The output may be part r of the input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+
+from symmcomm.kernels.gpu import cells as ll
+from symmcomm.kernels.gpu.all_gather import first_unit, num_units
+from symmcomm.kernels.gpu.all_to_all import Exchange, Parts
+from symmcomm.kernels.gpu.barrier import sync
+from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
+from symmcomm.kernels.gpu.copy import clip
+from symmcomm.kernels.gpu.elements import Reduction
+from symmcomm.kernels.gpu.primitives import pick
+from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
+from symmcomm.kernels.gpu.staged import chunk_offset, num_chunks, proceed, start
+from symmcomm.schedule.dtypes import DType, Op
+from symmcomm.schedule.layout_gpu import Layout, Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatterLL:
+    """The LL kernel. Attributes: ``threads`` a CTA, ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``.
+    Launch with ``grid`` = ⌈bytes of a part / 8 / (threads · cells)⌉ CTAs."""
+
+    dtype: DType
+    op: Op
+    world_size: int
+    arch: int
+    threads: int
+    cells: int
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Placeholders for ``compile``."""
+        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
+
+    @cute.jit
+    def __call__(
+        self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64, grid: Int32,
+        stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
+        """``source``: address of ``world_size`` parts of ``count`` elements; ``output``: of ``count`` elements."""
+        kernel = self.kernel(base, stride, rank, source, output, count)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64) -> None:
+        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        reduction = Reduction(self.dtype, self.op, self.world_size, self.arch)
+        itemsize, num_bytes = self.dtype.itemsize, count * self.dtype.itemsize
+        first, step = ll.first_byte(self.threads, self.cells), self.threads * ll.PAYLOAD_BYTES
+        parts = [source + Int64(ctx.neighbour(hop)) * num_bytes for hop in range(self.world_size)]
+        own = [
+            [ll.load_payload(part, first + k * step, num_bytes, itemsize) for part in parts] for k in range(self.cells)
+        ]
+        in_order, epoch = begin(ctx, block())
+        epoch += 1
+        if in_order:
+            for k in cutlass.range_constexpr(self.cells):
+                if first + k * step < num_bytes:
+                    for hop in cutlass.range_constexpr(1, self.world_size):
+                        ll.send(ctx, epoch, ctx.neighbour(hop), k * self.threads + thread(), own[k][hop])
+            got, arrived = ll.receive(ctx, epoch, first, num_bytes, None, self.threads, self.cells)
+            if arrived:
+                for k in cutlass.range_constexpr(self.cells):
+                    ordered = ll.in_rank_order(rank, own[k][0], got, k, self.cells, self.world_size)
+                    ll.store_payload(output, first + k * step, num_bytes, itemsize, reduction.reduce(ordered))
+            end(ctx, block(), epoch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceIncoming(Exchange):
+    """The job of the pipeline: parts go out; those that come in are reduced with the own one, into ``targets``.
+
+    Attributes: ``own`` and ``targets`` addresses of this rank's part and of what it becomes, ``own_bytes`` of it.
+    """
+
+    reduction: Reduction
+    own: Any
+    own_bytes: Any
+    targets: tuple[Any, ...]
+
+    @cute.jit
+    def take(self, chunk: Int32, number: Uint32) -> None:
+        """Reduces the CTA's chunk."""
+        ctx, at = self.ctx, chunk_offset(chunk, self.chunk_bytes)
+        slots = [ctx.staging_slot(ctx.rank, block(), number, peer) for peer in range(ctx.world_size)]
+        where = Addresses(
+            sources=tuple(pick(ctx.rank == peer, self.own + at, slot) for peer, slot in enumerate(slots)),
+            targets=tuple(target + at for target in self.targets),
+        )
+        size = clip(self.own_bytes - at, self.chunk_bytes)
+        reduce_bytes(self.reduction, where, size, Int64(thread()), Int64(self.threads), self.vectors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatterStaged:
+    """The staged kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight,
+    ``chunk_bytes`` of a part at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``. At most
+    NUM_STAGED_CHANNELS CTAs."""
+
+    dtype: DType
+    op: Op
+    world_size: int
+    arch: int
+    threads: int
+    vectors: int
+    chunk_bytes: int
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Placeholders for ``compile``."""
+        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
+
+    @cute.jit
+    def __call__(
+        self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64, grid: Int32,
+        stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
+        """``source``: address of ``world_size`` parts of ``count`` elements; ``output``: of ``count`` elements."""
+        kernel = self.kernel(base, stride, rank, source, output, count)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64) -> None:
+        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        num_bytes = count * self.dtype.itemsize
+        parts = Parts(
+            rank=rank, source=source, source_pitch=num_bytes, target=output, target_pitch=Int64(0),
+            num_bytes=num_bytes, sender=None,
+        )  # fmt: skip
+        job = ReduceIncoming(
+            ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors,
+            reduction=Reduction(self.dtype, self.op, self.world_size, self.arch), own=source + rank * num_bytes,
+            own_bytes=num_bytes, targets=(output,),
+        )  # fmt: skip
+        in_order, epoch = begin(ctx, block())
+        num = num_chunks(num_bytes, self.chunk_bytes)
+        if in_order and num > 0:
+            start(ctx, epoch, job)
+            proceed(ctx, epoch, num, job)
+            end(ctx, block(), epoch + Uint32(num))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatterPull:
+    """The pull kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight, ``multimem``
+    whether the switch reduces; then ``multicast_base`` must be one."""
+
+    dtype: DType
+    op: Op
+    world_size: int
+    arch: int
+    threads: int
+    vectors: int
+    multimem: bool = False
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Placeholders for ``compile``."""
+        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int64(0), Int32(1))
+
+    @cute.jit
+    def __call__(
+        self, base: Int64, stride: Int64, rank: Int32, multicast_base: Int64, source: Int64, output: Int64,
+        count: Int64, grid: Int32, stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
+        """``source``: offset of ``world_size`` parts of ``count`` elements from the start of each rank's heap;
+        ``output``: address of ``count`` elements."""
+        kernel = self.kernel(base, stride, rank, multicast_base, source, output, count)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(
+        self, base: Int64, stride: Int64, rank: Int32, multicast_base: Int64, source: Int64, output: Int64, count: Int64
+    ) -> None:
+        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        in_order, epoch = begin(ctx, block())
+        if in_order:
+            if sync(ctx, block(), epoch + 1, Phase.enter, True):
+                num_bytes = count * self.dtype.itemsize
+                at = source + rank * num_bytes
+                where = Addresses(
+                    sources=tuple(ctx.peer_address(peer, at) for peer in range(self.world_size)),
+                    targets=(output,),
+                    multicast_source=multicast_base + at if self.multimem else None,
+                )
+                reduction = Reduction(self.dtype, self.op, self.world_size, self.arch)
+                first, step = first_unit(self.threads), num_units(self.threads)
+                reduce_bytes(reduction, where, num_bytes, first, step, self.vectors)
+                sync(ctx, block(), epoch + 2, Phase.leave, False)
+            end(ctx, block(), epoch + 2)

@@ -1,0 +1,181 @@
+"""Which GPU kernel, and how large: pure functions of what all ranks know alike, so that all launch the same grid.
+
+``*_shape`` says what can be done and how, ``choose_*`` what should be. Sizes are where the curves measured on two H200s
+cross. *Part* is what goes from one rank to one other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from symmcomm.schedule.dtypes import DType
+from symmcomm.schedule.layout_gpu import NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout
+
+_LL_SHAPES = ((128, 64), (256, 64), (512, 128), (1024, NUM_CHANNELS))  # threads, and CTAs up to which they are used
+_LL_BYTES = 1 << 19  # of a part, up to which LL pays between two ranks
+_ALL_REDUCE_LL_BYTES = 1 << 20
+_STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (4 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
+_LARGEST_STAGED = (32 << 10, 512)
+_PUSH_BYTES = 2 << 20  # of a part, from which on pushing into symmetric targets beats staging
+_PULL_BYTES = 8 << 20  # of a part, from which on pulling from symmetric sources does, in a reduce-scatter
+
+
+class Algorithm(Enum):
+    """How the data goes."""
+
+    ll = "LL"
+    ll_two_shot = "LL two-shot"
+    two_shot = "two-shot"
+    push = "push"
+    pull = "pull"
+    staged = "staged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A kernel's shape.
+
+    Attributes:
+        grid: CTAs.
+        threads: threads a CTA.
+        unroll: LL cells, or vectors in flight, a thread.
+        chunk_bytes: of a part at a time, in staged kernels.
+    """
+
+    algorithm: Algorithm
+    grid: int
+    threads: int
+    unroll: int
+    chunk_bytes: int = 0
+
+
+def slice_bytes(num_bytes: int, world_size: int) -> int:
+    """What each rank reduces of an all-reduce in two shots, the last ranks' excepted."""
+    return -(-num_bytes // (16 * world_size)) * 16
+
+
+def ll_shape(part_bytes: int, world_size: int, num_sms: int, algorithm: Algorithm = Algorithm.ll) -> Launch | None:
+    """The LL kernel for parts of that size: one wave, as few cells a thread as do; None where it does not fit."""
+    room = Layout.create(world_size).ll_slot_bytes // 16
+    num_cells = max(1, -(-part_bytes // 8))
+    for unroll in (1, 2, 4):
+        for threads, most in _LL_SHAPES:
+            grid = -(-num_cells // (threads * unroll))
+            if grid <= min(most, num_sms) and threads * unroll <= room:
+                return Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll)
+    return None
+
+
+def two_shot_shape(num_bytes: int, dtype: DType, world_size: int, num_sms: int) -> Launch:
+    """The two-shot kernel: enough CTAs to fill the links, enough loads in flight to cover their latency."""
+    unroll = _unroll(dtype, world_size)
+    grid, threads = 128, 1024
+    if num_bytes <= 4 << 20:
+        grid, threads = 64, 256
+    elif unroll < 4 or dtype.itemsize > 4:  # 1024 threads have 64 registers each
+        grid, threads = 64, 512
+    elif num_bytes <= 64 << 20:
+        grid, threads, unroll = 128, 256, 2 * unroll
+    vectors = -(-num_bytes // (16 * world_size))
+    grid = min(grid, num_sms, max(1, -(-vectors // threads)))
+    return Launch(algorithm=Algorithm.two_shot, grid=grid, threads=threads, unroll=unroll)
+
+
+def staged_shape(
+    part_bytes: int, world_size: int, num_sms: int, dtype: DType | None = None, algorithm: Algorithm = Algorithm.staged
+) -> Launch:
+    """A staged kernel, which reduces elements of ``dtype`` or moves bytes: small chunks until a CTA has several."""
+    slot = Layout.create(world_size).staging_slot_bytes
+    shapes = [shape for below, *shape in _STAGED_SHAPES if part_bytes < below]
+    chunk_bytes, threads = shapes[0] if shapes else _LARGEST_STAGED
+    chunk_bytes = min(chunk_bytes, slot)
+    most = 4 if dtype is None else _unroll(dtype, world_size)
+    return Launch(
+        algorithm=algorithm,
+        grid=max(1, min(NUM_STAGED_CHANNELS, num_sms, -(-part_bytes // chunk_bytes))),
+        threads=threads,
+        unroll=max(1, min(most, chunk_bytes // (16 * threads))),
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def uneven_shape(world_size: int, num_sms: int) -> Launch:
+    """The uneven all-to-all: nobody knows all its sizes, so there is one shape."""
+    slot = Layout.create(world_size).staging_slot_bytes
+    grid = min(NUM_STAGED_CHANNELS // 2, num_sms)
+    chunk_bytes, threads = _LARGEST_STAGED
+    chunk_bytes = min(slot, chunk_bytes)
+    return Launch(algorithm=Algorithm.staged, grid=grid, threads=threads, unroll=4, chunk_bytes=chunk_bytes)
+
+
+def direct_shape(
+    part_bytes: int, num_sms: int, algorithm: Algorithm, dtype: DType | None = None, world_size: int = 1
+) -> Launch:
+    """The push and pull kernels; with a ``dtype`` they reduce."""
+    unroll = 8 if dtype is None else _unroll(dtype, world_size)
+    threads = 256 if part_bytes <= 1 << 20 else 512
+    if unroll == 4 and dtype is not None and dtype.itemsize <= 4 and part_bytes > 4 << 20:
+        threads = 1024
+    grid = min(64 if part_bytes <= 4 << 20 else 128, num_sms, max(1, -(-part_bytes // (16 * threads))))
+    return Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll)
+
+
+def choose(num_bytes: int, dtype: DType, world_size: int, num_sms: int, symmetric: bool = True) -> Launch:
+    """The all-reduce for tensors of ``num_bytes`` on a device with ``num_sms`` SMs for this rank.
+
+    LL sends world_size - 1 times the data, twice (flags), but waits once; two-shot sends it twice and waits twice. The
+    latter works on symmetric memory: ordinary tensors, where LL in two shots has no room for them, are copied there.
+    """
+    if num_bytes * world_size * (world_size - 1) <= 2 * _ALL_REDUCE_LL_BYTES:
+        shape = ll_shape(num_bytes, world_size, num_sms)
+        if shape is not None:
+            return shape
+    if not symmetric:
+        shape = ll_shape(slice_bytes(num_bytes, world_size), world_size, num_sms, Algorithm.ll_two_shot)
+        if shape is not None:
+            return shape
+    return two_shot_shape(num_bytes, dtype, world_size, num_sms)
+
+
+def choose_reduce_scatter(
+    part_bytes: int, dtype: DType, world_size: int, num_sms: int, source_symmetric: bool = False
+) -> Launch:
+    """The reduce-scatter of parts of that size. ``source_symmetric`` (pull) asks that no output but the own part is in
+    an input."""
+    shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size) else None
+    if shape is not None:
+        return shape
+    if source_symmetric and part_bytes >= _PULL_BYTES:
+        return direct_shape(part_bytes, num_sms, Algorithm.pull, dtype, world_size)
+    return staged_shape(part_bytes, world_size, num_sms, dtype)
+
+
+def choose_all_gather(
+    part_bytes: int, world_size: int, num_sms: int, source_symmetric: bool = False, target_symmetric: bool = False
+) -> Launch:
+    """All-gather, even all-to-all, broadcast or scatter of parts of that size.
+
+    ``target_symmetric`` (push) asks that the source is not in the target, but for the part that stays;
+    ``source_symmetric`` (pull) that nothing is written where peers read.
+    """
+    shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size) else None
+    if shape is not None:
+        return shape
+    if part_bytes < _PUSH_BYTES:
+        return staged_shape(part_bytes, world_size, num_sms)
+    if target_symmetric:
+        return direct_shape(part_bytes, num_sms, Algorithm.push)
+    if source_symmetric:
+        return direct_shape(part_bytes, num_sms, Algorithm.pull)
+    return staged_shape(part_bytes, world_size, num_sms)
+
+
+def _is_small(part_bytes: int, world_size: int) -> bool:
+    return part_bytes * world_size * (world_size - 1) <= 2 * _LL_BYTES
+
+
+def _unroll(dtype: DType, num_sources: int) -> int:
+    """Vectors of each source that a thread's registers hold at once."""
+    unroll = 4 if num_sources == 2 else 2 if num_sources <= 4 else 1
+    return min(unroll, 2) if dtype.itemsize == 1 else unroll  # many accumulators a vector

@@ -1,0 +1,110 @@
+"""Inputs and expectations for the tests in which all ranks are in one process."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from symmcomm.schedule.dtypes import DType, Op
+from symmcomm.testing.local_world import LocalWorld
+
+WORLDS = (2, 3, 4, 5, 8)
+DATA_BYTES = 24 << 20
+COUNTS = (1, 2, 3, 7, 8, 9, 64, 127, 1000, 4099)
+POISON = 0x5A
+DELAY_NS = 3_000_000
+
+
+@cache
+def world_of(world_size: int) -> LocalWorld:
+    """One world for all tests of a size: so every test also inherits the epochs and LL cells of those before."""
+    return LocalWorld(world_size, DATA_BYTES)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    return getattr(torch, dtype.name)
+
+
+def inputs(dtype: DType, op: Op, world_size: int, count: int, seed: int = 0) -> list[Tensor]:
+    """What the ranks put in, on the CPU."""
+    generator = torch.Generator().manual_seed(1000 * seed + count)
+    kind, shape = torch_dtype(dtype), (world_size, count)
+    if dtype is DType.bool:
+        values = torch.randint(0, 2, shape, generator=generator)
+    elif not dtype.is_floating_point:
+        info = torch.iinfo(kind)
+        low, high = max(info.min, -(1 << 40)), min(info.max, 1 << 40)
+        values = torch.randint(low, high, shape, generator=generator)
+    else:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64) * (1 if op is Op.prod else 100)
+    return list(values.to(kind))
+
+
+def rounded(accumulator: Tensor, dtype: DType) -> Tensor:
+    if dtype is DType.float8_e4m3fn:  # torch before 2.13 does not saturate
+        accumulator = accumulator.clamp(-448, 448)
+    return accumulator.to(torch_dtype(dtype))
+
+
+def reduced(parts: list[Tensor], dtype: DType, op: Op) -> Tensor:
+    """The reduction in rank order, with the accumulator that is promised."""
+    if dtype is DType.bool:
+        ops = {Op.sum: Op.bor, Op.max: Op.bor, Op.prod: Op.band, Op.min: Op.band}
+        op, parts = ops.get(op, op), [p.to(torch.uint8) for p in parts]
+    elif dtype.is_floating_point:
+        parts = [p.to(torch.float64 if dtype is DType.float64 else torch.float32) for p in parts]
+    else:
+        parts = [p.to(torch.int64) for p in parts]
+    total = parts[0].clone()
+    for part in parts[1:]:
+        match op:
+            case Op.sum | Op.avg:
+                total = total + part
+            case Op.prod:
+                total = total * part
+            case Op.max:
+                total = torch.maximum(total, part)
+            case Op.min:
+                total = torch.minimum(total, part)
+            case Op.band:
+                total = total & part
+            case Op.bor:
+                total = total | part
+            case Op.bxor:
+                total = total ^ part
+    if op is Op.avg:
+        world_size = len(parts)
+        total = total / world_size if dtype.is_floating_point else torch.div(total, world_size, rounding_mode="trunc")
+    return rounded(total, dtype)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same(got: Tensor, expected: Tensor, what: str) -> None:
+    """Bit by bit; any NaN matches any other."""
+    if got.dtype.is_floating_point:
+        nan = expected.to(torch.float32).isnan()
+        assert torch.equal(got.to(torch.float32).isnan(), nan), what
+        got, expected = got[~nan], expected[~nan]
+    if not torch.equal(bits(got), bits(expected)):
+        wrong = (bits(got) != bits(expected)).view(len(got), -1).any(1)
+        first = int(wrong.nonzero()[0])
+        pytest.fail(f"{what}: {int(wrong.sum())} of {len(got)} wrong, at {first} {got[first]} for {expected[first]}")
+
+
+def assert_close_to_float64(result: Tensor, parts: list[Tensor], dtype: DType, op: Op) -> None:
+    """A sum of W numbers is off by at most W·u·Σ|x| to first order, u the unit roundoff of the type."""
+    if not dtype.is_floating_point or op is not Op.sum:
+        return
+    exact = torch.stack([p.to(torch.float64) for p in parts])
+    info = torch.finfo(result.dtype)
+    bound = len(parts) * info.eps / 2 * exact.abs().sum(0) + info.smallest_normal * info.eps
+    limit = info.max
+    total = exact.sum(0)
+    inside = total.abs() <= limit
+    assert bool(((result.to(torch.float64) - total).abs() <= bound)[inside].all())

@@ -1,0 +1,204 @@
+"""Every kernel compiles to PTX and machine code with no GPU, and the PTX holds what it must."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from symmcomm.schedule.dtypes import DType, Op, supports
+
+pytest.importorskip("cutlass")
+
+from symmcomm.kernels.gpu import instances, multimem
+from symmcomm.kernels.gpu.all_gather import AllGatherPush
+from symmcomm.kernels.gpu.all_reduce import AllReduceTwoShot
+from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLL
+from symmcomm.kernels.gpu.barrier import Barrier
+from symmcomm.kernels.gpu.compile import architecture, compile_kernel, compiled
+from symmcomm.kernels.gpu.elements import Reduction
+from symmcomm.kernels.gpu.reduce_scatter import ReduceScatterPull
+from symmcomm.schedule.select_gpu import Algorithm, Launch
+
+ARCHITECTURES = {"sm_80": 80, "sm_90a": 90, "sm_100a": 100}
+PER_ARCHITECTURE = pytest.mark.parametrize("arch", ARCHITECTURES)
+DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.name)
+
+
+def ptx_of(kernel: Any, arch: str, directory: Path) -> str:
+    built = compile_kernel(kernel, arch, f"--keep-ptx --keep-cubin --dump-dir {directory}")
+    assert len(built.__cubin__) > 1000
+    ptx: str = built.__ptx__
+    assert f".target {arch}" in ptx
+    assert ".local" not in ptx  # nothing indexed at run time, nothing spilled by the compiler's front half
+    return ptx
+
+
+def ll(dtype: DType, op: Op, arch: str, world_size: int, cells: int = 1) -> AllReduceLL:
+    return AllReduceLL(
+        dtype=dtype, op=op, world_size=world_size, arch=ARCHITECTURES[arch], threads=256, cells=cells
+    )
+
+
+def two_shot(
+    dtype: DType, op: Op, arch: str, world_size: int, vectors: int = 2, multimem: bool = False
+) -> AllReduceTwoShot:
+    number = ARCHITECTURES[arch]
+    return AllReduceTwoShot(
+        dtype=dtype, op=op, world_size=world_size, arch=number, threads=512, vectors=vectors, multimem=multimem
+    )
+
+
+@PER_ARCHITECTURE
+@DTYPES
+def test_ll(dtype: DType, arch: str, tmp_path: Path) -> None:
+    ptx = ptx_of(ll(dtype, Op.sum, arch, 2), arch, tmp_path)
+    assert "st.relaxed.sys.global.v2.b64" in ptx
+    assert "ld.relaxed.sys.global.v2.b64" in ptx
+    assert "st.release.sys.global.b32" in ptx  # the record
+
+
+@PER_ARCHITECTURE
+@DTYPES
+def test_two_shot(dtype: DType, arch: str, tmp_path: Path) -> None:
+    ptx = ptx_of(two_shot(dtype, Op.sum, arch, 2), arch, tmp_path)
+    assert ptx.count("st.release.sys.global.b32") >= 2
+    assert ptx.count("ld.acquire.sys.global.b32") >= 2
+    assert "ld.relaxed.sys.global.v4.b32" in ptx
+    assert "st.weak.global.v4.b32" in ptx
+    assert "multimem" not in ptx.split("{", 1)[1].replace("_multimem", "")
+
+
+@pytest.mark.parametrize(("dtype", "op"), [(d, o) for d in DType for o in Op if supports(d, o)], ids=lambda x: x.name)
+def test_every_operation(dtype: DType, op: Op, tmp_path: Path) -> None:
+    ptx_of(two_shot(dtype, op, "sm_90a", 3, vectors=1), "sm_90a", tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 8])
+def test_worlds(world_size: int, tmp_path: Path) -> None:
+    ptx_of(ll(DType.bfloat16, Op.sum, "sm_90a", world_size, cells=2), "sm_90a", tmp_path)
+    ptx_of(two_shot(DType.bfloat16, Op.sum, "sm_90a", world_size), "sm_90a", tmp_path)
+
+
+LL_ACCESSES = ("st.relaxed.sys.global.v2.b64", "ld.relaxed.sys.global.v2.b64")
+SIGNALS = ("st.release.sys.global.b32", "ld.acquire.sys.global.b32")
+VECTORS = ("ld.relaxed.sys.global.v4.b32", "st.weak.global.v4.b32")
+
+
+def launch(algorithm: Algorithm, unroll: int = 1) -> Launch:
+    return Launch(algorithm=algorithm, grid=1, threads=256, unroll=unroll, chunk_bytes=8192)
+
+
+@PER_ARCHITECTURE
+@DTYPES
+def test_ll_two_shot(dtype: DType, arch: str, tmp_path: Path) -> None:
+    kernel = instances.all_reduce(launch(Algorithm.ll_two_shot), dtype, Op.sum, 2, ARCHITECTURES[arch])
+    ptx = ptx_of(kernel, arch, tmp_path)
+    for access in LL_ACCESSES:
+        assert access in ptx
+
+
+@PER_ARCHITECTURE
+@DTYPES
+@pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.pull, Algorithm.staged], ids=lambda a: a.name)
+def test_reduce_scatter(algorithm: Algorithm, dtype: DType, arch: str, tmp_path: Path) -> None:
+    kernel = instances.reduce_scatter(launch(algorithm), dtype, Op.sum, 2, ARCHITECTURES[arch])
+    ptx = ptx_of(kernel, arch, tmp_path)
+    for access in LL_ACCESSES if algorithm is Algorithm.ll else SIGNALS + VECTORS:
+        assert access in ptx
+
+
+@PER_ARCHITECTURE
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.push, Algorithm.pull, Algorithm.staged])
+def test_all_gather(algorithm: Algorithm, world_size: int, arch: str, tmp_path: Path) -> None:
+    for same in (True, False):
+        ptx = ptx_of(instances.all_gather(launch(algorithm, 2), world_size, same), arch, tmp_path)
+        for access in LL_ACCESSES if algorithm is Algorithm.ll else SIGNALS + VECTORS:
+            assert access in ptx
+
+
+@PER_ARCHITECTURE
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_all_to_all_uneven(world_size: int, arch: str, tmp_path: Path) -> None:
+    ptx = ptx_of(instances.all_to_all_uneven(launch(Algorithm.staged, 4), world_size), arch, tmp_path)
+    for access in SIGNALS + VECTORS:
+        assert access in ptx
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_multimem_of_one_way(arch: str, tmp_path: Path) -> None:
+    ptx = ptx_of(AllGatherPush(world_size=4, threads=256, vectors=2, multimem=True), arch, tmp_path)
+    assert "multimem.st.relaxed.sys.global.v4.f32" in ptx
+    kernel = ReduceScatterPull(
+        dtype=DType.bfloat16, op=Op.sum, world_size=4, arch=ARCHITECTURES[arch], threads=256, vectors=2, multimem=True
+    )
+    ptx = ptx_of(kernel, arch, tmp_path)
+    assert "multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2" in ptx
+    assert "st.weak.global.v4.b32" in ptx
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("dtype", "op"), [(d, o) for d in DType for o in Op if supports(d, o)], ids=lambda x: x.name)
+def test_multimem(dtype: DType, op: Op, arch: str, tmp_path: Path) -> None:
+    how = multimem.form(Reduction(dtype, op, 4, ARCHITECTURES[arch]), 16)
+    if how is None:
+        pytest.skip("the switch does not reduce this as we do")
+    ptx = ptx_of(two_shot(dtype, op, arch, 4, multimem=True), arch, tmp_path)
+    vector = ".v4" if how.num_words == 4 else ""
+    acc = "(\\.acc::f32)" if how.acc else ""
+    assert re.search(rf"multimem\.ld_reduce\.relaxed\.sys\.global\.{how.op}{acc}{re.escape(vector)}\.{how.kind} ", ptx)
+    assert "multimem.st.relaxed.sys.global.v4.f32" in ptx
+    assert bool(how.acc) == (dtype in (DType.float16, DType.bfloat16) and op is Op.sum)
+
+
+BARRIERS = [
+    ("all_to_all", "epoch"), ("ring", "epoch"), ("all_to_all", "cas"), ("ring", "cas"), ("all_to_all", "multicast"),
+]  # fmt: skip
+
+
+@PER_ARCHITECTURE
+@pytest.mark.parametrize(("algorithm", "protocol"), BARRIERS)
+def test_barrier(algorithm: str, protocol: str, arch: str, tmp_path: Path) -> None:
+    kernel = Barrier(world_size=4, arch=ARCHITECTURES[arch], algorithm=algorithm, protocol=protocol)
+    ptx = ptx_of(kernel, arch, tmp_path)
+    expected = {
+        "epoch": ["st.release.sys.global.b32", "ld.acquire.sys.global.b32"],
+        "cas": ["atom.acq_rel.sys.global.cas.b32"],
+        "multicast": ["red.release.sys.global.add.u32", "ld.acquire.sys.global.b32"],
+    }
+    for instruction in expected[protocol]:
+        assert instruction in ptx
+
+
+def test_multicast_barrier(tmp_path: Path) -> None:
+    ptx = ptx_of(Barrier(world_size=4, arch=90, protocol="multicast", multimem=True), "sm_90a", tmp_path)
+    assert "multimem.red.release.sys.global.add.u32" in ptx
+
+
+def test_the_disk_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from symmcomm.kernels.gpu import compile as module
+
+    kernel = ll(DType.float32, Op.sum, "sm_90a", 2)
+    monkeypatch.setattr(module, "_loaded", {})
+    compiled(kernel, "sm_90a", tmp_path)
+    (found,) = tmp_path.glob("*.o")
+    monkeypatch.setattr(module, "_loaded", {})
+    monkeypatch.setattr(module, "compile_kernel", lambda *_: pytest.fail("compiled although it is on disk"))
+    function = compiled(kernel, "sm_90a", tmp_path)
+    assert compiled(kernel, "sm_90a", tmp_path) is function
+    with pytest.raises(TypeError, match="Expects 8 parameters"):
+        function(1, 2, 3)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "_loaded", {})
+    found.write_bytes(b"half of a file")
+    compiled(kernel, "sm_90a", tmp_path)
+    assert found.stat().st_size > 1000
+
+
+def test_architecture() -> None:
+    assert architecture((8, 0)) == "sm_80"
+    assert architecture((9, 0)) == "sm_90a"
+    assert architecture((10, 0)) == "sm_100a"

@@ -1,0 +1,326 @@
+"""All ranks in one process on one GPU. Results are compared bit by bit with the same sum in rank order on the CPU, and
+that one, within the rounding of the type, with float64."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from local_cases import (
+    COUNTS,
+    DELAY_NS,
+    POISON,
+    WORLDS,
+    assert_close_to_float64,
+    assert_same,
+    bits,
+    inputs,
+    reduced,
+    torch_dtype,
+    world_of,
+)
+from torch import Tensor
+
+from symmcomm.schedule import layout_gpu as at
+from symmcomm.schedule import select_gpu
+from symmcomm.schedule.dtypes import DType, Op, supports
+from symmcomm.schedule.layout_gpu import Phase
+from symmcomm.schedule.select_gpu import Algorithm, Launch
+from symmcomm.testing.local_world import LocalWorld
+
+pytest.importorskip("cutlass")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+class Buffers:
+    """A source and a result for each rank, with poison around them."""
+
+    def __init__(self, world: LocalWorld, dtype: DType, count: int, symmetric: bool, shift: int = 0) -> None:
+        self.kind, self.count, self.world = torch_dtype(dtype), count, world
+        self.num_bytes, self.shift = count * dtype.itemsize, 256 + shift * dtype.itemsize
+        self.symmetric = symmetric
+        whole = self.num_bytes + 1024
+        if symmetric:
+            self.raw = [world.bytes(rank, world.data, whole) for rank in range(world.world_size)]
+        else:
+            self.raw = [torch.empty(whole, dtype=torch.uint8, device="cuda") for _ in range(world.world_size)]
+        for raw in self.raw:
+            raw.fill_(POISON)
+
+    @property
+    def offset(self) -> int:
+        return self.world.data + self.shift
+
+    def tensor(self, rank: int) -> Tensor:
+        return self.raw[rank][self.shift : self.shift + self.num_bytes].view(self.kind)
+
+    def fill(self, parts: list[Tensor]) -> None:
+        for rank, part in enumerate(parts):
+            self.tensor(rank).copy_(part)
+
+    def assert_untouched(self) -> None:
+        for raw in self.raw:
+            assert bool((raw[: self.shift] == POISON).all())
+            assert bool((raw[self.shift + self.num_bytes :] == POISON).all())
+
+
+ALL_REDUCE = (Algorithm.ll, Algorithm.ll_two_shot, Algorithm.two_shot)
+NEED_SYMMETRIC = (Algorithm.two_shot,)
+
+
+def kernel(world: LocalWorld, shape: Launch, dtype: DType, op: Op):  # type: ignore[no-untyped-def]
+    """The compiled all-reduce of that shape."""
+    from symmcomm.kernels.gpu import instances
+    from symmcomm.kernels.gpu.compile import compiled
+
+    return compiled(instances.all_reduce(shape, dtype, op, world.world_size, world.arch_number), world.arch)
+
+
+def shape_of(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int) -> Launch:
+    """Two-shot where LL has no room: a rank of eight on one device has few SMs."""
+    num_bytes, size, num_sms = count * dtype.itemsize, world.world_size, world.num_sms
+    part = select_gpu.slice_bytes(num_bytes, size)
+    shape: Launch | None = None
+    match algorithm:
+        case Algorithm.ll:
+            shape = select_gpu.ll_shape(num_bytes, size, num_sms)
+        case Algorithm.ll_two_shot:
+            shape = select_gpu.ll_shape(part, size, num_sms, algorithm)
+    return shape or select_gpu.two_shot_shape(num_bytes, dtype, size, num_sms)
+
+
+def arguments(buffers: Buffers, shape: Launch) -> list[tuple[int, ...]]:
+    """In place, for all ranks."""
+    if shape.algorithm is Algorithm.two_shot:
+        return [(0, buffers.offset, buffers.count, shape.grid)] * buffers.world.world_size
+    addresses = [buffers.tensor(rank).data_ptr() for rank in range(buffers.world.world_size)]
+    return [(address, address, buffers.count, shape.grid) for address in addresses]
+
+
+def check(
+    algorithm: Algorithm, dtype: DType, op: Op, world_size: int, count: int, shift: int = 0, shape: Launch | None = None
+) -> None:
+    """One all-reduce in place, compared on all ranks."""
+    world = world_of(world_size)
+    shape = shape or shape_of(world, algorithm, dtype, count)
+    buffers = Buffers(world, dtype, count, shape.algorithm in NEED_SYMMETRIC, shift)
+    parts = inputs(dtype, op, world_size, count, seed=shift)
+    buffers.fill(parts)
+    world.launch(kernel(world, shape, dtype, op), arguments(buffers, shape))
+    expected = reduced(parts, dtype, op)
+    assert [world.record(rank) for rank in range(world_size)] == [None] * world_size
+    for rank in range(world_size):
+        what = f"{algorithm.value} {dtype.name} {op.name} W={world_size} n={count} shift={shift} rank {rank}"
+        assert_same(buffers.tensor(rank).cpu(), expected, what)
+    assert_close_to_float64(expected, parts, dtype, op)
+    buffers.assert_untouched()
+
+
+ALGORITHMS = pytest.mark.parametrize("algorithm", ALL_REDUCE, ids=lambda a: a.name)
+EITHER = (Algorithm.ll, Algorithm.two_shot)
+ALL_PAIRS = [(dtype, op) for dtype in DType for op in Op if supports(dtype, op)]
+SOME_WORLDS = [(DType.bfloat16, size) for size in WORLDS] + [
+    (DType.float32, 3),
+    (DType.float8_e4m3fn, 5),
+    (DType.int64, 8),
+]
+
+
+def algorithm_of(dtype: DType, op: Op) -> Algorithm:
+    """Compiling takes most of the time, and all kernels reduce by the same code (``Reduction``): so one of them."""
+    return Algorithm.two_shot if op in (Op.sum, Op.avg) else EITHER[(dtype + op) % 2]
+
+
+@pytest.mark.parametrize(("dtype", "op"), ALL_PAIRS, ids=lambda x: x.name)
+def test_every_type_and_operation(dtype: DType, op: Op) -> None:
+    algorithm = algorithm_of(dtype, op)
+    for count in (1, 7, 1000, 4099):
+        check(algorithm, dtype, op, 2, count)
+    check(algorithm, dtype, op, 2, 1000, shift=1)
+
+
+@ALGORITHMS
+@pytest.mark.parametrize(("dtype", "world_size"), SOME_WORLDS)
+def test_worlds(algorithm: Algorithm, world_size: int, dtype: DType) -> None:
+    for count in COUNTS:
+        check(algorithm, dtype, Op.sum, world_size, count)
+        check(algorithm, dtype, Op.sum, world_size, count, shift=3)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_shape_that_is_chosen(world_size: int) -> None:
+    for exponent in range(8, 24):
+        count = (1 << exponent) // 2 + 5
+        world = world_of(world_size)
+        shape = select_gpu.choose(2 * count, DType.bfloat16, world_size, world.num_sms)
+        check(shape.algorithm, DType.bfloat16, Op.sum, world_size, count)
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.ll_two_shot], ids=lambda a: a.name)
+@pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.name)
+def test_every_type(algorithm: Algorithm, dtype: DType) -> None:
+    for count in (1, 7, 1000, 4099):
+        check(algorithm, dtype, Op.sum, 2, count)
+    check(algorithm, dtype, Op.sum, 2, 1000, shift=1)
+
+
+@pytest.mark.parametrize("dtype", [d for d in DType if d.is_floating_point], ids=lambda d: d.name)
+@pytest.mark.parametrize("op", [Op.sum, Op.max, Op.min], ids=lambda o: o.name)
+def test_special_values(dtype: DType, op: Op) -> None:
+    algorithm = algorithm_of(dtype, op)
+    kind = torch_dtype(dtype)
+    info = torch.finfo(kind)
+    special = torch.tensor(
+        [0.0, -0.0, float("nan"), float("inf"), -float("inf"), info.max, info.min, info.tiny, info.tiny / 2, 1.0],
+        dtype=torch.float64,
+    ).to(kind)
+    size = len(special)
+    parts = [special.repeat(size), special.repeat_interleave(size)]
+    world = world_of(2)
+    buffers = Buffers(world, dtype, size * size, algorithm in NEED_SYMMETRIC)
+    buffers.fill(parts)
+    shape = shape_of(world, algorithm, dtype, size * size)
+    world.launch(kernel(world, shape, dtype, op), arguments(buffers, shape))
+    zero = lambda t: torch.where(t.to(torch.float64) == 0, torch.zeros_like(t), t)  # max(0, -0) may be either
+    expected = reduced(parts, dtype, op)
+    first, second = (buffers.tensor(rank).cpu() for rank in range(2))
+    assert torch.equal(bits(first), bits(second))
+    assert_same(zero(first), zero(expected), f"{algorithm.name} {dtype.name} {op.name}")
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_all_wait_for_the_late_one(algorithm: Algorithm, world_size: int) -> None:
+    world = world_of(world_size)
+    for late in range(world_size):
+        world.put(late, at.DELAY_NS, DELAY_NS)
+        try:
+            check(algorithm, DType.bfloat16, Op.sum, world_size, 1000)
+        finally:
+            world.put(late, at.DELAY_NS, 0)
+
+
+@ALGORITHMS
+def test_epochs_wrap_around(algorithm: Algorithm) -> None:
+    world = LocalWorld(3, 1 << 20)
+    world.set_epochs((1 << 32) - 6)
+    parts = inputs(DType.float32, Op.sum, 3, 1000)
+    buffers = Buffers(world, DType.float32, 1000, algorithm in NEED_SYMMETRIC)
+    shape = shape_of(world, algorithm, DType.float32, 1000)
+    function = kernel(world, shape, DType.float32, Op.sum)
+    for _ in range(12):
+        buffers.fill(parts)
+        world.launch(function, arguments(buffers, shape))
+        for rank in range(3):
+            assert_same(buffers.tensor(rank).cpu(), reduced(parts, DType.float32, Op.sum), "wrap-around")
+    assert 0 < world.epoch(0, 0) < 100
+
+
+@ALGORITHMS
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_missing_peer_is_named(algorithm: Algorithm, world_size: int) -> None:
+    world = LocalWorld(world_size, 1 << 20, timeout_s=0.2)
+    missing = world_size - 1
+    buffers = Buffers(world, DType.float32, 1000, algorithm in NEED_SYMMETRIC)
+    shape = shape_of(world, algorithm, DType.float32, 1000)
+    function = kernel(world, shape, DType.float32, Op.sum)
+    start = time.monotonic()
+    world.launch(function, arguments(buffers, shape), ranks=range(missing))
+    assert 0.15 < time.monotonic() - start < 2
+    for rank in range(missing):
+        record = world.record(rank)
+        assert record is not None
+        assert (record.rank, record.peer) == (rank, missing)
+        assert record.phase == (Phase.data if algorithm in (Algorithm.ll, Algorithm.ll_two_shot) else Phase.enter)
+        assert record.channel < shape.grid
+        assert record.seen == 0
+    assert float(torch.ones(1000, device="cuda").sum()) == 1000  # the context lives
+    start = time.monotonic()
+    world.launch(function, arguments(buffers, shape), ranks=range(missing))
+    assert time.monotonic() - start < 0.1  # and nobody waits a second time
+
+
+BARRIERS = [
+    ("all_to_all", "epoch", Phase.enter), ("ring", "epoch", Phase.ring), ("all_to_all", "cas", Phase.take),
+    ("ring", "cas", Phase.take), ("all_to_all", "multicast", Phase.enter),
+]  # fmt: skip
+
+
+def barrier(world: LocalWorld, algorithm: str, protocol: str):  # type: ignore[no-untyped-def]
+    from symmcomm.kernels.gpu.barrier import Barrier
+    from symmcomm.kernels.gpu.compile import compiled
+
+    kernel = Barrier(world_size=world.world_size, arch=world.arch_number, algorithm=algorithm, protocol=protocol)
+    return compiled(kernel, world.arch)
+
+
+@pytest.mark.parametrize(("algorithm", "protocol", "phase"), BARRIERS)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_barriers(world_size: int, algorithm: str, protocol: str, phase: Phase) -> None:
+    world = LocalWorld(world_size, 1 << 20, timeout_s=5)
+    function = barrier(world, algorithm, protocol)
+    channel = [(0, 3)] * world_size
+    for _ in range(50):
+        for rank in range(world_size):
+            function(world.base, world.stride, rank, 0, 3, world.streams[rank].cuda_stream)
+    torch.cuda.synchronize()
+    for late in range(world_size):
+        world.put(late, at.DELAY_NS, DELAY_NS)
+        torch.cuda.synchronize()
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in world.streams]
+        for rank, (before, after) in enumerate(events):
+            before.record(world.streams[rank])
+            function(world.base, world.stride, rank, *channel[rank], world.streams[rank].cuda_stream)
+            after.record(world.streams[rank])
+        torch.cuda.synchronize()
+        world.put(late, at.DELAY_NS, 0)
+        waited = [before.elapsed_time(after) for before, after in events]
+        assert min(waited) > 0.8 * DELAY_NS / 1e6, waited
+    assert [world.record(rank) for rank in range(world_size)] == [None] * world_size
+
+
+@pytest.mark.parametrize(("algorithm", "protocol", "phase"), BARRIERS)
+def test_a_barrier_names_who_is_missing(algorithm: str, protocol: str, phase: Phase) -> None:
+    world = LocalWorld(3, 1 << 20, timeout_s=0.2)
+    function = barrier(world, algorithm, protocol)
+    world.launch(function, [(0, 3)] * 3, ranks=[0, 1])
+    first = world.record(0)
+    assert first is not None
+    assert first.phase == phase
+    if protocol != "multicast":  # a count does not tell whose share is missing
+        assert first.peer == 2
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_a_graph_can_be_replayed(world_size: int) -> None:
+    world = LocalWorld(world_size, 1 << 20)
+    parts = inputs(DType.float32, Op.sum, world_size, 1000)
+    graphs = []
+    plans = []
+    for algorithm in ALL_REDUCE:
+        buffers = Buffers(world, DType.float32, 1000, algorithm in NEED_SYMMETRIC)
+        shape = shape_of(world, algorithm, DType.float32, 1000)
+        function = kernel(world, shape, DType.float32, Op.sum)
+        world.launch(function, arguments(buffers, shape))  # loads the module, which capture does not allow
+        plans.append((buffers, function, arguments(buffers, shape)))
+    for rank in range(world_size):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=world.streams[rank]):
+            for _, function, of_ranks in plans:
+                function(world.base, world.stride, rank, *of_ranks[rank], world.streams[rank].cuda_stream)
+        graphs.append(graph)
+    for _ in range(5):
+        for buffers, _, _ in plans:
+            buffers.fill(parts)
+        torch.cuda.synchronize()
+        for rank, graph in enumerate(graphs):
+            with torch.cuda.stream(world.streams[rank]):
+                graph.replay()
+        torch.cuda.synchronize()
+        for buffers, _, _ in plans:
+            for rank in range(world_size):
+                assert_same(buffers.tensor(rank).cpu(), reduced(parts, DType.float32, Op.sum), "replay")

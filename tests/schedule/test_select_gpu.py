@@ -1,0 +1,69 @@
+"""What is chosen can be launched: it fits the device, the channels and the slots, and covers the data."""
+
+from __future__ import annotations
+
+import pytest
+
+from symmcomm.schedule.dtypes import DType
+from symmcomm.schedule.layout_gpu import CHANNEL_LL_BYTES, CHANNEL_STAGING_BYTES, DEPTH, NUM_CHANNELS, Layout
+from symmcomm.schedule.layout_gpu import NUM_STAGED_CHANNELS as STAGED
+from symmcomm.schedule.select_gpu import (
+    Algorithm,
+    Launch,
+    choose,
+    choose_all_gather,
+    choose_reduce_scatter,
+    uneven_shape,
+)
+
+WORLDS = (2, 3, 5, 8, 16, 72)
+
+
+def assert_fits(shape: Launch, part_bytes: int, world_size: int, num_sms: int) -> None:
+    layout = Layout.create(world_size)
+    assert 1 <= shape.grid <= min(num_sms, NUM_CHANNELS)
+    assert world_size <= shape.threads <= 1024
+    if shape.algorithm is Algorithm.ll:
+        assert shape.threads * shape.unroll * 16 <= layout.ll_slot_bytes
+        assert shape.grid * shape.threads * shape.unroll * 8 >= part_bytes
+    if shape.algorithm is Algorithm.staged:
+        assert shape.grid <= STAGED
+        assert 0 < shape.chunk_bytes <= layout.staging_slot_bytes
+        assert shape.chunk_bytes % 16 == 0
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("num_sms", [1, 16, 66, 132, 148])
+def test_what_is_chosen_fits(world_size: int, num_sms: int) -> None:
+    for exponent in range(31):
+        part = (1 << exponent) + exponent
+        for dtype in (DType.bfloat16, DType.float8_e4m3fn, DType.float64):
+            for symmetric in (True, False):
+                assert_fits(choose(part, dtype, world_size, num_sms, symmetric), part, world_size, num_sms)
+                shape = choose_reduce_scatter(part, dtype, world_size, num_sms, symmetric)
+                assert_fits(shape, part, world_size, num_sms)
+        for places in ((False, False), (True, False), (False, True)):
+            assert_fits(choose_all_gather(part, world_size, num_sms, *places), part, world_size, num_sms)
+    assert_fits(uneven_shape(world_size, num_sms), 1, world_size, num_sms)
+
+
+def test_an_ordinary_tensor_needs_no_heap() -> None:
+    small = (Algorithm.ll, Algorithm.ll_two_shot)
+    for exponent in range(31):
+        assert choose_all_gather(1 << exponent, 2, 132).algorithm in (Algorithm.ll, Algorithm.staged)
+        shape = choose_reduce_scatter(1 << exponent, DType.float32, 2, 132)
+        assert shape.algorithm in (Algorithm.ll, Algorithm.staged)
+        if exponent <= 21:  # a larger all-reduce is copied
+            assert choose(1 << exponent, DType.float32, 2, 132, False).algorithm in small
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_areas_of_the_heap_do_not_overlap(world_size: int) -> None:
+    layout = Layout.create(world_size)
+    assert 2 * world_size * layout.ll_slot_bytes <= CHANNEL_LL_BYTES
+    assert DEPTH * world_size * layout.staging_slot_bytes <= CHANNEL_STAGING_BYTES
+    starts = [layout.pads, layout.ring, layout.count, layout.swap_pad, layout.ll, layout.splits, layout.staging]
+    starts.append(layout.data)
+    assert starts == sorted(starts)
+    assert layout.data % 4096 == 0
+    assert layout.data - layout.staging == STAGED * CHANNEL_STAGING_BYTES

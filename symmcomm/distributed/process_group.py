@@ -33,6 +33,8 @@ from symmcomm.errors import ArgumentError, ClosedError, DTypeError
 
 _GROUP_HEAP_BYTES = 4 << 30  # address space a rank of groups other than the default one
 _GROUP_STAGING_BYTES = 2 << 20
+_SCRATCH_BYTES = 128 << 20  # symmetric memory of calls in the background; it takes up what has been used of it
+_LEAST_APART_BYTES = 256 << 10  # for smaller calls it is no gain
 
 Tensors = list[torch.Tensor]
 
@@ -70,6 +72,7 @@ class SymmProcessGroup(dist.ProcessGroup):
         bootstrap = StoreBootstrap(store, rank, size, "process group's store")
         self.comm: Communicator = init(settings=settings, bootstrap=bootstrap)
         self.comm.watch.timeout_name = "the timeout of the process group or the call"
+        self._scratch = self.comm.empty(min(_SCRATCH_BYTES, settings.heap_max_bytes // 4), dtype=torch.uint8)
         self._lane = Lane(f"collective of rank {rank}")
         self._mailbox = Mailbox(self.comm, timeout_s)
         self._num_monitored = 0
@@ -140,8 +143,15 @@ class SymmProcessGroup(dist.ProcessGroup):
                 pass  # nothing was communicated: perhaps it is for one of the ways below
             finally:
                 lane.leave()
-        work = self._foreign("allreduce", tensor, tensors, opts)
-        return work or self._run(opts, [tensor], calls.all_reduce, tensor, opts.reduceOp)
+        if is_foreign(tensor):
+            return hand_over(self, "allreduce", tensor, [tensors, opts])
+        if self._is_apart(opts, tensor):
+            return self._run(opts, tensors, calls.all_reduce_apart, tensor, opts.reduceOp, self._scratch)
+        return self._run(opts, tensors, calls.all_reduce, tensor, opts.reduceOp)
+
+    def _is_apart(self, opts: Any, tensor: torch.Tensor) -> bool:
+        """Whether a call is large and in the background; see ``calls.all_reduce_apart``."""
+        return bool(opts.asyncOp) and _LEAST_APART_BYTES <= tensor.nbytes <= self._scratch.nbytes
 
     def _allreduce_loosely(self, tensors: Tensors | torch.Tensor, opts: Any) -> dist.Work:
         """The other forms of the call: a bare tensor, an operation in place of options, none."""
@@ -166,8 +176,11 @@ class SymmProcessGroup(dist.ProcessGroup):
         return work or self._run(opts, outputs, calls.reduce_scatter, output, inputs, opts.reduceOp)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
-        work = self._foreign("reduce_scatter_single", output, output, tensor, opts)
-        return work or self._run(opts, [output], calls.reduce_scatter_single, output, tensor, opts.reduceOp)
+        if is_foreign(output):
+            return hand_over(self, "reduce_scatter_single", output, [output, tensor, opts])
+        if self._is_apart(opts, tensor):
+            return self._run(opts, [output], calls.reduce_scatter_apart, output, tensor, opts.reduceOp, self._scratch)
+        return self._run(opts, [output], calls.reduce_scatter_single, output, tensor, opts.reduceOp)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         if outputs and is_foreign(outputs[0]):

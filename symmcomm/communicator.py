@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from symmcomm.bootstrap import connect
+from symmcomm.bootstrap import Bootstrap, connect
 from symmcomm.bootstrap.host import check_same_host
 from symmcomm.collectives.all_gather import all_gather_bytes, all_gather_into_tensor, broadcast, gather
 from symmcomm.collectives.all_reduce import all_reduce, reduce
 from symmcomm.collectives.all_to_all import all_to_all_single, scatter
 from symmcomm.collectives.arguments import check_dense, check_tensor, check_whole
 from symmcomm.collectives.barrier import barrier
+from symmcomm.collectives.lists import all_gather, all_to_all
 from symmcomm.collectives.mismatch import explain
 from symmcomm.collectives.point_to_point import recv, send
 from symmcomm.collectives.reduce_scatter import reduce_scatter_tensor
@@ -63,9 +64,11 @@ class Communicator:
     reduce_scatter_tensor = reduce_scatter_tensor
     all_gather_into_tensor = all_gather_into_tensor
     all_gather_bytes = all_gather_bytes
+    all_gather = all_gather
     broadcast = broadcast
     gather = gather
     all_to_all_single = all_to_all_single
+    all_to_all = all_to_all
     scatter = scatter
     send = send
     recv = recv
@@ -225,16 +228,20 @@ class Communicator:
             members.index(self.rank), len(members), all_gather, self.settings, self.num_cores, self.single_copy, name
         )
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Collective. Waits for all ranks and gives everything back; tensors on the heap stay readable. Repeating it is
-        harmless, and after a failure it does not wait."""
+        harmless, and after a failure it does not wait.
+
+        Args:
+            wait: False closes this rank's side alone; a peer that then waits for it gets PeerAbortedError.
+        """
         state = int(self._context[c.STATE])
         if state in (c.CLOSED, c.FORKED):
             return
         if state == c.IN_CALL:  # on another thread, which would find its memory gone
             self.fail(c.REFUSED)
         try:
-            if state == c.OPEN:
+            if state == c.OPEN and wait:
                 self.barrier()
         finally:
             self._context[c.STATE] = c.CLOSED
@@ -324,7 +331,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def init(group: dist.ProcessGroup | None = None, *, settings: Settings | None = None) -> Communicator:
+def init(
+    group: dist.ProcessGroup | None = None, *, settings: Settings | None = None, bootstrap: Bootstrap | None = None
+) -> Communicator:
     """Collective. A communicator of all ranks.
 
     The ranks are those of ``group``, else of torch.distributed's default group if there is one, else those that
@@ -332,6 +341,7 @@ def init(group: dist.ProcessGroup | None = None, *, settings: Settings | None = 
 
     Args:
         settings: in place of the SYMMCOMM_* variables.
+        bootstrap: how the ranks reach each other, if not in one of these ways; closed at the end.
 
     Raises:
         BootstrapError: the ranks did not find each other. HostMismatchError: they are on different hosts.
@@ -339,7 +349,7 @@ def init(group: dist.ProcessGroup | None = None, *, settings: Settings | None = 
     """
     settings = settings or Settings.from_env()
     timeout_s = settings.timeout_s
-    bootstrap = connect(group, timeout_s)
+    bootstrap = bootstrap or connect(group, timeout_s)
     try:
         rank, world_size = bootstrap.rank, bootstrap.world_size
 

@@ -81,6 +81,10 @@ class PeerTimeoutError(PeerError, TimeoutError):
     """A peer did not arrive before the deadline (``SYMMCOMM_TIMEOUT_S``)."""
 
 
+class WaitTimeoutError(SymmCommError, RuntimeError, TimeoutError):
+    """A wait for an asynchronous call ended before the call did; the call goes on."""
+
+
 class PeerAbortedError(PeerError):
     """A peer raised an error inside a collective and told the others."""
 

@@ -31,6 +31,8 @@ class Watch:
 
     Attributes:
         error: why the last wait was stopped.
+        timeout_name: where the deadline comes from, for the message of its error.
+        interrupt: set to an error, stops the wait that goes on, and every later one.
     """
 
     def __init__(
@@ -38,6 +40,8 @@ class Watch:
     ) -> None:
         self.rank, self.pids, self.pages, self.timeout_s = rank, pids, pages, timeout_s
         self.error: BaseException | None = None
+        self.timeout_name = "SYMMCOMM_TIMEOUT_S"
+        self.interrupt: BaseException | None = None
         self._context = context
         self._poll = select.poll()
         self._peer_of_fd: dict[int, int] = {}
@@ -79,7 +83,7 @@ class Watch:
     def _look(self) -> BaseException | None:
         now = time.monotonic_ns()
         peer = int(self._context[c.WAIT_PEER])
-        if error := self._failure(peer):
+        if error := self.interrupt or self._failure(peer):
             return error
         if self._context[c.WAIT_SINCE] == 0:
             self._context[c.WAIT_SINCE] = now
@@ -87,8 +91,8 @@ class Watch:
             return None
         culprit = self._last_of_chain(peer)
         return PeerTimeoutError(
-            f"rank {culprit} did not arrive within {self.timeout_s:g} s (SYMMCOMM_TIMEOUT_S): rank {self.rank} waited "
-            f"for rank {peer}, expected signal {int(self._context[c.WAIT_EXPECTED])}, saw {self._seen()}",
+            f"rank {culprit} did not arrive within {self.timeout_s:g} s ({self.timeout_name}): rank {self.rank} "
+            f"waited for rank {peer}, expected signal {int(self._context[c.WAIT_EXPECTED])}, saw {self._seen()}",
             culprit,
         )
 

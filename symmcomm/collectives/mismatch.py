@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from symmcomm.collectives.call import Kind, decode
 from symmcomm.errors import MismatchError
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import CALL, COUNT, SOURCE, VOTE
-from symmcomm.memory.signals import LINE_BYTES
-
-if TYPE_CHECKING:
-    from symmcomm.communicator import Communicator
+from symmcomm.memory.heap import SymmetricHeap
+from symmcomm.memory.signals import LINE_BYTES, ControlLayout
 
 _UNITS = {Kind.all_reduce: "elements", Kind.reduce: "elements", Kind.reduce_scatter_tensor: "elements of output"}
 
@@ -36,15 +34,34 @@ def _differences(who: str, mine: dict[str, object], whom: str, theirs: dict[str,
     return f"ranks disagree in {mine['call']}: " + "; ".join(found)
 
 
-def explain(comm: Communicator) -> MismatchError:
+class Caller(Protocol):
+    """Whose kernel found a mismatch: a communicator, or a channel of one."""
+
+    rank: int
+    world_size: int
+    heap: SymmetricHeap
+    layout: ControlLayout
+
+    def field(self, number: int) -> int: ...
+
+
+def explain_message(
+    sender: int, sent: int, sent_bytes: int, receiver: int, expected: int, expected_bytes: int
+) -> MismatchError:
+    """The error for a message that is not what its receiver expected; ``sent`` and ``expected`` are words of calls."""
+    return MismatchError(
+        _differences(f"rank {sender}", _words(sent, sent_bytes), f"rank {receiver}", _words(expected, expected_bytes))
+    )
+
+
+def explain(comm: Caller) -> MismatchError:
     """The error for the mismatch that the last kernel found."""
     rank, peer = comm.rank, comm.field(c.MISMATCH_PEER)
     place, epoch = comm.field(c.MISMATCH_PLACE), comm.field(c.EPOCH)
     if place in (c.AS_SENDER, c.AS_RECEIVER):
         sender, receiver = (rank, peer) if place == c.AS_SENDER else (peer, rank)
-        sent = _words(comm.field(c.SENT_CALL), comm.field(c.SENT_COUNT))
-        expected = _words(comm.field(c.EXPECTED_CALL), comm.field(c.EXPECTED_COUNT))
-        return MismatchError(_differences(f"rank {sender}", sent, f"rank {receiver}", expected))
+        sent = comm.field(c.SENT_CALL), comm.field(c.SENT_COUNT)
+        return explain_message(sender, *sent, receiver, comm.field(c.EXPECTED_CALL), comm.field(c.EXPECTED_COUNT))
     first = comm.heap.own_address + comm.layout.lines + (epoch & 1) * comm.world_size * LINE_BYTES
     mine, theirs = _line(first + rank * LINE_BYTES), _line(first + peer * LINE_BYTES)
     if place == c.IN_VOTES:

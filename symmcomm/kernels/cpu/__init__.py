@@ -26,6 +26,8 @@ class Kernels:
     all_to_all: Entry
     send: Entry
     receive: Entry
+    probe: Entry
+    room: Entry
 
 
 def _entry(kernel: Any, num_args: int) -> Entry:
@@ -55,4 +57,6 @@ def load() -> Kernels:
         all_to_all=_entry(all_to_all.all_to_all, 6),
         send=_entry(point_to_point.send, 5),
         receive=_entry(point_to_point.receive, 5),
+        probe=_entry(point_to_point.probe, 3),
+        room=_entry(point_to_point.room, 2),
     )

@@ -12,8 +12,8 @@ from __future__ import annotations
 from numba import njit
 
 from symmcomm.kernels.cpu import context as c
-from symmcomm.kernels.cpu.barrier import CALL, COUNT, SOURCE, VOTE, delay, signal, wait
-from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
+from symmcomm.kernels.cpu.barrier import CALL, COUNT, SOURCE, VOTE, delay, reached, signal, wait
+from symmcomm.kernels.cpu.primitives import load_acquire, load_i64, memcpy, store_i64
 from symmcomm.memory.signals import LINE_BYTES, NUM_MESSAGE_SLOTS
 
 _HEADER_BYTES = 64  # call, bytes of the whole message
@@ -106,3 +106,21 @@ def receive(ctx: int, call: int, tensor: int, num_bytes: int, sender: int) -> in
     if not c.enter(ctx):
         return c.REFUSED
     return c.leave(ctx, _receive(ctx, call, tensor, num_bytes, sender))
+
+
+@njit(cache=True, nogil=True)
+def probe(ctx: int, sender: int, waits: int) -> int:
+    """OK if the sender's next chunk is in the queue; else STOPPED, at once or (``waits``) when ``POLL`` says so."""
+    sent = c.peer_address(ctx, c.get(ctx, c.RANK), c.get(ctx, c.SENT) + sender * LINE_BYTES)
+    chunk = load_i64(c.get(ctx, c.CHUNKS_TAKEN) + 8 * sender) + 1
+    if waits:
+        return c.OK if wait(ctx, sent, chunk, sender) else c.STOPPED
+    return c.OK if reached(sent, chunk) else c.STOPPED
+
+
+@njit(cache=True, nogil=True)
+def room(ctx: int, receiver: int) -> int:
+    """Bytes that ``send`` to the receiver can take at once, without waiting."""
+    taken = c.peer_address(ctx, c.get(ctx, c.RANK), c.get(ctx, c.TAKEN) + receiver * LINE_BYTES)
+    in_queue = (load_i64(c.get(ctx, c.CHUNKS_SENT) + 8 * receiver) - load_acquire(taken)) & 0xFFFFFFFF
+    return (NUM_MESSAGE_SLOTS - in_queue) * (c.get(ctx, c.MESSAGE_BYTES) - _HEADER_BYTES)

@@ -148,8 +148,8 @@ class GpuMemory:
             error = f"SYMMCOMM_TUNING={path}: {reason}"
         own = json.dumps([error, asdict(found)])
         for peer, answer in enumerate(self.comm.all_gather_bytes(own.encode())):
-            if reason := json.loads(answer)[0]:
-                raise ArgumentError(reason)
+            if json.loads(answer)[0]:
+                raise ArgumentError(json.loads(answer)[0])
             if answer.decode() != own:
                 theirs = json.loads(answer)[1]
                 raise MismatchError(f"SYMMCOMM_TUNING: {found} on rank {self.rank}, {theirs} on rank {peer}")

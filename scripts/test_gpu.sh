@@ -10,9 +10,10 @@ if (($#)) || (($(python -c 'import torch; print(torch.cuda.device_count())') < 2
     exec "${tests[@]}" "$@"
 fi
 
-first=() second=() ignored=()
-for file in tests/gpu/test_local_*.py; do
-    if ((${#first[@]} <= ${#second[@]})); then first+=("$file"); else second+=("$file"); fi
+first=() second=() ignored=() lead=0
+for file in $(wc -c tests/gpu/test_local_*.py | grep -v total | sort -rn | awk '{print $2}'); do # long files take long
+    size=$(wc -c <"$file")
+    if ((lead <= 0)); then first+=("$file") lead=$((lead + size)); else second+=("$file") lead=$((lead - size)); fi
     ignored+=("--ignore=$file")
 done
 CUDA_VISIBLE_DEVICES=0 "${tests[@]}" "${first[@]}" &

@@ -321,15 +321,19 @@ class GpuMemory:
 
     # Life.
 
-    def close(self, agree: bool) -> None:
-        """Gives the memory back, once the device is done. Collective if ``agree``; see ``Communicator.close``."""
+    def close(self, wait: bool) -> None:
+        """Gives the memory back, once the device is done. Collective if ``wait`` and nothing failed; see
+        ``Communicator.close``."""
         if isinstance(self._failure, ClosedError):
             return
-        torch.cuda.synchronize(self.device)
-        self._alarm.close()
-        self.stop(ClosedError("the communicator is closed"))
-        self._state = self.staging = None
-        self.heap.close(self.comm.all_gather_bytes if agree else None)
+        agree = self.comm.all_gather_bytes if wait and self._failure is None and self.comm.is_open else None
+        try:
+            torch.cuda.synchronize(self.device)
+        finally:
+            self._alarm.close()
+            self.stop(ClosedError("the communicator is closed"))
+            self._state = self.staging = None
+            self.heap.close(agree)
 
     def leave_to_parent(self) -> None:
         """In a forked child: refuses calls, and touches nothing of the parent's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -456,17 +457,21 @@ def test_a_communicator_that_nobody_closes() -> None:
 # Launchers.
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_gpu_all_reduce.py"
+ENV = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "SYMMCOMM_DISABLE_MULTICAST": "1",
+}  # fmt: skip
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU only")
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_launchers(launcher: str) -> None:
-    from test_examples import ENV, launchers
-
+    start_two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if launcher == "mpirun":
         pytest.importorskip("mpi4py", exc_type=ImportError)
-    done = launch_command([*launchers()[launcher], str(EXAMPLE)], 100.0, ENV)
+        beside = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        start_two = [shutil.which("mpirun", path=beside) or pytest.skip("no mpirun"), "-n", "2", sys.executable]
+    done = launch_command([*start_two, str(EXAMPLE)], 100.0, ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert f"rank {rank} of 2" in done.stdout
-    assert sys.executable

@@ -269,7 +269,8 @@ class GpuMemory:
         try:
             yield
         finally:
-            self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(self.timeout_s * 1e9),))
+            if not self._word.value:  # else nothing is launched any more
+                self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(self.timeout_s * 1e9),))
 
     # What became of them.
 

@@ -30,8 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 WIDTH, ROWS = 32, 8
 ADAM_EPS = 1e-4
-"""Above the gradients' rounding errors. With torch's 1e-8 Adam blows those up where a gradient is near 0: on gloo, float32
-is then off by 3e-3 from float64."""
+"""Above the gradients' rounding errors. With torch's 1e-8 Adam blows those up where a gradient is near 0: on gloo,
+float32 is then off by 3e-3 from float64."""
 
 Results = list[torch.Tensor]
 

@@ -248,10 +248,17 @@ def coalesced(async_ops: bool) -> Call:
     return call
 
 
+def barrier_within(group: Group, timeout_s: float) -> None:
+    """``dist.barrier(group, timeout=...)``, which torch 2.11 has not."""
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(seconds=timeout_s)
+    group.barrier(options).wait()
+
+
 def barriers(group: Group) -> list[torch.Tensor]:
     dist.barrier(group)
     wait(dist.barrier(group, async_op=True))
-    dist.barrier(group, timeout=timedelta(seconds=30))
+    barrier_within(group, 30)
     dist.monitored_barrier(group, timedelta(seconds=30))
     dist.monitored_barrier(group, wait_all_ranks=True)
     return []

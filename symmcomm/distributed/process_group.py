@@ -108,7 +108,7 @@ class SymmProcessGroup(dist.ProcessGroup):
             return FINISHED
         return self._start(outputs, call, *args)
 
-    def _start(self, outputs: Sequence[Any], call: Callable[..., None], *args: object) -> PendingWork:
+    def _start(self, outputs: Sequence[Any], call: Callable[..., object], *args: object) -> PendingWork:
         work = self._later(outputs, call, *args)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -120,9 +120,9 @@ class SymmProcessGroup(dist.ProcessGroup):
             if opts is not None and not opts.asyncOp:
                 self.do(call, *args)
                 return FINISHED
-            work = self._start(outputs, call, *args)
-            event._call_end_callbacks_on_future(work.get_future())
-            return work
+            ended: torch.futures.Future[None] = torch.futures.Future()
+            event._call_end_callbacks_on_future(ended)
+            return self._start(outputs, _ending(call, ended), *args)
 
     def _foreign(self, name: str, tensor: torch.Tensor, *args: object) -> dist.Work | None:
         """The work of a fallback if the tensor is for one."""
@@ -130,8 +130,8 @@ class SymmProcessGroup(dist.ProcessGroup):
 
     # Reductions.
 
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> dist.Work:
-        """In place; ``opts`` may also be a ReduceOp."""
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """In place. ``tensors``: a list of one, or that one; ``opts`` may also be a ReduceOp."""
         if not isinstance(opts, AllreduceOptions) or len(tensors) != 1:
             return self._allreduce_loosely(tensors, opts)
         tensor, lane = tensors[0], self._lane
@@ -153,7 +153,7 @@ class SymmProcessGroup(dist.ProcessGroup):
         """Whether a call is large and in the background; see ``calls.all_reduce_apart``."""
         return bool(opts.asyncOp) and _LEAST_APART_BYTES <= tensor.nbytes <= self._scratch.nbytes
 
-    def _allreduce_loosely(self, tensors: Tensors | torch.Tensor, opts: Any) -> dist.Work:
+    def _allreduce_loosely(self, tensors: Any, opts: Any) -> dist.Work:
         """The other forms of the call: a bare tensor, an operation in place of options, none."""
         tensor = tensors if isinstance(tensors, torch.Tensor) else _only(tensors, "tensors")
         options = opts if isinstance(opts, AllreduceOptions) else AllreduceOptions()
@@ -313,6 +313,19 @@ class SymmProcessGroup(dist.ProcessGroup):
         """As ``shutdown``, but what runs ends with ClosedError."""
         self.comm.watch.interrupt = ClosedError("the process group was aborted")
         self.shutdown()
+
+
+def _ending(call: Callable[..., object], ended: torch.futures.Future[None]) -> Callable[..., object]:
+    """The call, with the end of its event as a part of it: whoever waits for the call may then stop the profiler, whose
+    memory the event is."""
+
+    def run(*args: object) -> None:
+        try:
+            call(*args)
+        finally:
+            ended.set_result(None)
+
+    return run
 
 
 def _barrier(comm: Communicator, timeout_s: float | None) -> None:

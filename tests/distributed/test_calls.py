@@ -9,6 +9,7 @@ import calls
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from symmcomm.distributed.process_group import SymmProcessGroup
 from symmcomm.testing.spawn import run_ranks
@@ -157,3 +158,20 @@ def bare_methods() -> None:
 
 def test_bare_methods() -> None:
     run_ranks(bare_methods, 2)
+
+
+def profiled() -> None:
+    """A call's event ends with the call, so that who waited for the one may stop recording the other."""
+    dist.init_process_group("symm")
+    for async_op in (False, True):
+        for _ in range(100):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                calls.wait(dist.all_reduce(torch.ones(3), async_op=async_op))
+                calls.wait(dist.barrier(async_op=async_op))
+            names = [event.name for event in profiler.events() if event.name.startswith("symm:")]
+            assert sorted(names) == ["symm:all_reduce", "symm:barrier"]
+    dist.destroy_process_group()
+
+
+def test_profiled() -> None:
+    run_ranks(profiled, 3)

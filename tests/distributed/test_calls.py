@@ -164,7 +164,7 @@ def profiled() -> None:
     """A call's event ends with the call, so that who waited for the one may stop recording the other."""
     dist.init_process_group("symm")
     for async_op in (False, True):
-        for _ in range(100):
+        for _ in range(40):
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 calls.wait(dist.all_reduce(torch.ones(3), async_op=async_op))
                 calls.wait(dist.barrier(async_op=async_op))

@@ -1,4 +1,5 @@
-"""What symm does not do itself goes to gloo (tensors on the CPU) or NCCL (tensors on a GPU), made with the group.
+"""What symm does not do itself goes to gloo (tensors on the CPU), made with the group, or NCCL (tensors on a GPU), made
+when it is first needed.
 
 They are registered inside the group, so that torch's own C++ finds them as well: it calls Python for some collectives
 only (in torch 2.13 not for ``_c10d_functional.all_gather_into_tensor_out``).
@@ -31,8 +32,8 @@ def _loopback() -> Any:
     return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
-def register_fallbacks(group: dist.ProcessGroup, store: Store, timeout_s: float) -> None:
-    """Collective. Makes the group's gloo, and its NCCL where there are GPUs."""
+def register_gloo(group: dist.ProcessGroup, store: Store, timeout_s: float) -> None:
+    """Collective. Makes the group's gloo."""
     rank, size, timeout = group.rank(), group.size(), timedelta(seconds=timeout_s)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stubs
     options._devices, options._threads, options._timeout = [_loopback()], 1, timeout
@@ -40,17 +41,18 @@ def register_fallbacks(group: dist.ProcessGroup, store: Store, timeout_s: float)
     gloo._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    if dist.is_nccl_available() and torch.cuda.is_available():
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, nccl_options)
-        nccl._set_sequence_number_for_group()
-        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
 
-def is_foreign(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is for a fallback: on another device, or sparse."""
-    return not tensor.is_cpu or tensor.layout is not torch.strided
+def open_nccl(group: dist.ProcessGroup, store: Store, timeout_s: float) -> Any:
+    """The group's NCCL, which connects with its first call; None where there is no GPU or no NCCL."""
+    if not dist.is_nccl_available() or not torch.cuda.is_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), group.rank(), group.size(), options)
+    nccl._set_sequence_number_for_group()
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+    return nccl
 
 
 def hand_over(group: dist.ProcessGroup, name: str, tensor: torch.Tensor, args: Sequence[object]) -> dist.Work:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from symmcomm.distributed import symm_mem
 from symmcomm.distributed.process_group import SymmProcessGroup
 from symmcomm.testing.spawn import run_ranks
 
@@ -175,3 +176,27 @@ def profiled() -> None:
 
 def test_profiled() -> None:
     run_ranks(profiled, 3)
+
+
+def default_device() -> None:
+    """torch's default device is for the user's tensors, not for ours."""
+    with torch.device("meta"):
+        dist.init_process_group("symm")
+        group = dist.new_group([0, 1])
+        for tensor in (torch.ones(3, device="cpu"), symm_mem.empty(3, device="cpu").fill_(1)):
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [2.0] * 3
+        symm_mem.rendezvous(tensor, group).barrier()
+        dist.monitored_barrier()
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(3, device="cpu"), 1, tag=2)
+            dist.send(torch.zeros(3, device="cpu"), 1, tag=1)
+        else:
+            for tag in (1, 2):
+                dist.recv(tensor, 0, tag=tag)
+                assert tensor.tolist() == [tag - 1.0] * 3
+        dist.destroy_process_group()
+
+
+def test_default_device() -> None:
+    run_ranks(default_device, 2)

@@ -76,6 +76,7 @@ class SymmProcessGroup(dist.ProcessGroup):
         bootstrap = StoreBootstrap(store, rank, size, "process group's store")
         self.comm: Communicator = init(settings=settings, bootstrap=bootstrap)
         self.comm.watch.timeout_name = "the timeout of the process group or the call"
+        self._all_reduce = self.comm.all_reduce  # looked up once
         self._scratch = self.comm.empty(min(_SCRATCH_BYTES, settings.heap_max_bytes // 4), dtype=torch.uint8)
         self._lane = Lane(f"collective of rank {rank}")
         self._mailbox = Mailbox(self.comm, timeout_s)
@@ -156,10 +157,11 @@ class SymmProcessGroup(dist.ProcessGroup):
         if not isinstance(opts, AllreduceOptions) or len(tensors) != 1:
             return self._allreduce_loosely(tensors, opts)
         tensor, lane = tensors[0], self._lane
-        if not opts.asyncOp and not _profiler_enabled() and lane.enter():
+        if not opts.asyncOp and not _profiler_enabled() and lane.try_enter(False):
             try:
-                self.comm.all_reduce(tensor, NAMES[hash(opts.reduceOp)])
-                return FINISHED
+                if not lane.pending:
+                    self._all_reduce(tensor, NAMES[hash(opts.reduceOp)])
+                    return FINISHED
             except (ArgumentError, DTypeError, KeyError):
                 pass  # nothing was communicated: perhaps it is for one of the ways below
             finally:

@@ -32,6 +32,7 @@ from symmcomm.distributed.point_to_point import Mailbox
 from symmcomm.distributed.work import FINISHED, GroupedWork, PendingWork
 from symmcomm.env import Settings
 from symmcomm.errors import ArgumentError, ClosedError, DTypeError
+from symmcomm.memory.handle import Side
 
 _GROUP_HEAP_BYTES = 4 << 30  # address space a rank of groups other than the default one
 _GROUP_STAGING_BYTES = 2 << 20
@@ -149,6 +150,17 @@ class SymmProcessGroup(dist.ProcessGroup):
         if device.type == "cuda" and self._nccl is None and self._fallback_store is not None:
             self._nccl = open_nccl(self, self._fallback_store, self._timeout_s)
         return super()._get_backend(device)
+
+    def side(self, device: torch.device) -> Side:
+        """What the group's symmetric memory on that device belongs to. Collective when it is the first call on a GPU.
+
+        Raises ArgumentError for a device that the group has no such memory on.
+        """
+        if device.type == "cpu":
+            return self.comm
+        if device.type != "cuda" or not self._gpu.opens(device):
+            raise ArgumentError(f"the group has no symmetric memory on {device}")
+        return self.comm.gpu_on(device, "tensor")
 
     # Reductions.
 

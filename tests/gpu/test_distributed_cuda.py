@@ -16,6 +16,7 @@ from ranks import NEEDS_GPU, NUM_GPUS, start
 
 from symmcomm import ArgumentError, DeviceError
 from symmcomm.collectives import gpu_memory
+from symmcomm.distributed import symm_mem
 from symmcomm.distributed.process_group import SymmProcessGroup
 from symmcomm.errors import SymmCommError
 from tests.distributed import calls, training
@@ -245,6 +246,36 @@ def operators() -> None:
 
 def test_operators() -> None:
     start(operators, 2)
+
+
+def symmetric_memory() -> None:
+    """As the tutorials of torch's symmetric memory do it."""
+    with world() as symm:
+        rank, size, peer = symm.rank(), symm.size(), 1 - symm.rank()
+        tensor = symm_mem.empty(4, 8, dtype=torch.bfloat16, device="cuda").fill_(rank)
+        handle = symm_mem.rendezvous(tensor, symm)
+        assert (tensor == rank).all()
+        assert handle.buffer_ptrs[rank] == tensor.data_ptr()
+        assert (handle.device, handle.rank, handle.world_size) == (tensor.device, rank, size)
+        handle.barrier()
+        assert (handle.get_buffer(peer, (4, 8), torch.bfloat16) == peer).all()
+        handle.barrier(channel=1)
+        handle.get_buffer(peer, (4, 8), torch.bfloat16)[0] = 100 + rank
+        handle.barrier()
+        assert (tensor[0] == 100 + peer).all()
+        handle.put_signal(dst_rank=peer)
+        handle.wait_signal(src_rank=peer)
+        dist.all_reduce(tensor.fill_(rank + 1))
+        assert (tensor == 3).all()
+        assert symm_mem.is_symm_mem_tensor(tensor)
+        again = symm_mem.rendezvous(tensor, dist.new_group([0, 1]))
+        again.barrier()
+        assert (again.get_buffer(peer, (4, 8), torch.bfloat16) == 3).all()
+        torch.cuda.synchronize()
+
+
+def test_symmetric_memory() -> None:
+    start(symmetric_memory, 2)
 
 
 def many_groups() -> None:

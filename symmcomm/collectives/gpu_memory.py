@@ -269,7 +269,8 @@ class GpuMemory:
         try:
             yield
         finally:
-            self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(self.timeout_s * 1e9),))
+            if not self._word.value:  # else nothing is launched any more
+                self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(self.timeout_s * 1e9),))
 
     # What became of them.
 
@@ -321,15 +322,19 @@ class GpuMemory:
 
     # Life.
 
-    def close(self, agree: bool) -> None:
-        """Gives the memory back, once the device is done. Collective if ``agree``; see ``Communicator.close``."""
+    def close(self, wait: bool) -> None:
+        """Gives the memory back, once the device is done. Collective if ``wait`` and nothing failed; see
+        ``Communicator.close``."""
         if isinstance(self._failure, ClosedError):
             return
-        torch.cuda.synchronize(self.device)
-        self._alarm.close()
-        self.stop(ClosedError("the communicator is closed"))
-        self._state = self.staging = None
-        self.heap.close(self.comm.all_gather_bytes if agree else None)
+        agree = self.comm.all_gather_bytes if wait and self._failure is None and self.comm.is_open else None
+        try:
+            torch.cuda.synchronize(self.device)
+        finally:
+            self._alarm.close()
+            self.stop(ClosedError("the communicator is closed"))
+            self._state = self.staging = None
+            self.heap.close(agree)
 
     def leave_to_parent(self) -> None:
         """In a forked child: refuses calls, and touches nothing of the parent's."""

@@ -8,6 +8,7 @@ are c10d's, the old ones as well as those of torch 2.13.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -32,13 +33,14 @@ from symmcomm.distributed.point_to_point import Mailbox
 from symmcomm.distributed.work import FINISHED, GroupedWork, PendingWork
 from symmcomm.env import Settings
 from symmcomm.errors import ArgumentError, ClosedError, DTypeError
+from symmcomm.kernels.cpu import context as c
 from symmcomm.memory.handle import Side
 
 _GROUP_HEAP_BYTES = 4 << 30  # address space a rank of groups other than the default one
 _GROUP_STAGING_BYTES = 2 << 20
 _GROUP_GPU_STAGING_BYTES = 16 << 20
-_SCRATCH_BYTES = 128 << 20  # symmetric memory of calls in the background; it takes up what has been used of it
-_LEAST_APART_BYTES = 256 << 10  # for smaller calls it is no gain
+
+_SPINS_BESIDE = 20_000  # some 0.5 ms
 
 Tensors = list[torch.Tensor]
 
@@ -78,7 +80,10 @@ class SymmProcessGroup(dist.ProcessGroup):
         self.comm: Communicator = init(settings=settings, bootstrap=bootstrap)
         self.comm.watch.timeout_name = "the timeout of the process group or the call"
         self._all_reduce = self.comm.all_reduce  # looked up once
-        self._scratch = self.comm.empty(min(_SCRATCH_BYTES, settings.heap_max_bytes // 4), dtype=torch.uint8)
+        self._backoff = (ctypes.c_int64 * 2).from_address(self.comm.ctx + 8 * c.SPINS)  # SPINS and YIELDS
+        spins = self.comm.tuning.spins
+        has_cores = settings.spin < 0 and size <= self.comm.num_cores
+        self._backoff_beside = [max(spins, _SPINS_BESIDE) if has_cores else spins, 0]
         self._lane = Lane(f"collective of rank {rank}")
         self._mailbox = Mailbox(self.comm, timeout_s)
         self._gpu = GpuCalls(self)
@@ -104,9 +109,19 @@ class SymmProcessGroup(dist.ProcessGroup):
             self._later([], call, *args).wait()
 
     def _later(self, outputs: Sequence[Any], call: Callable[..., object], *args: object) -> PendingWork:
-        work = PendingWork(self._lane, partial(call, self.comm, *args), outputs)
+        work = PendingWork(self._lane, partial(self._beside, call, *args), outputs)
         self._lane.submit(work)
         return work
+
+    def _beside(self, call: Callable[..., object], *args: object) -> None:
+        """Does a call that this rank may be computing beside. A wait then sleeps and does not yield the core: to get it
+        back from a computation takes a time slice, a sleeper is put ahead when it is woken. It spins longer before
+        that: where nothing else runs, a core that has gone to sleep takes long to wake, and peers sleep meanwhile."""
+        before, self._backoff[:] = self._backoff[:], self._backoff_beside
+        try:
+            call(self.comm, *args)
+        finally:
+            self._backoff[:] = before
 
     def _run(
         self, where: torch.Tensor | None, opts: Any, outputs: Sequence[Any], call: Callable[..., None], *args: object
@@ -180,13 +195,7 @@ class SymmProcessGroup(dist.ProcessGroup):
                 lane.leave()
         if (work := self._foreign("allreduce", tensor, tensors, opts)) is not None:
             return work
-        if self._is_apart(opts, tensor):
-            return self._run(tensor, opts, tensors, calls.all_reduce_apart, tensor, opts.reduceOp, self._scratch)
         return self._run(tensor, opts, tensors, calls.all_reduce, tensor, opts.reduceOp)
-
-    def _is_apart(self, opts: Any, tensor: torch.Tensor) -> bool:
-        """Whether a call is large and in the background; see ``calls.all_reduce_apart``."""
-        return bool(opts.asyncOp) and tensor.is_cpu and _LEAST_APART_BYTES <= tensor.nbytes <= self._scratch.nbytes
 
     def _allreduce_loosely(self, tensors: Any, opts: Any) -> dist.Work:
         """The other forms of the call: a bare tensor, an operation in place of options, none."""
@@ -212,9 +221,6 @@ class SymmProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
         work = self._foreign("reduce_scatter_single", output, output, tensor, opts)
-        if work is None and self._is_apart(opts, tensor):
-            args = output, tensor, opts.reduceOp, self._scratch
-            return self._run(output, opts, [output], calls.reduce_scatter_apart, *args)
         return work or self._run(output, opts, [output], calls.reduce_scatter_single, output, tensor, opts.reduceOp)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:

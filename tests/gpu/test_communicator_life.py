@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -478,3 +480,24 @@ def test_launchers(launcher: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert f"rank {rank} of 2" in done.stdout
+
+
+def thresholds_of(path: str) -> object:
+    with communicator(PAIR, tuning=path) as comm:
+        works(comm)
+        return comm.gpu_side.thresholds
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU only")
+def test_tuning_writes_the_table_that_communicators_read(tmp_path: Path) -> None:
+    table = tmp_path / "tuning.json"
+    command = [sys.executable, "-m", "symmcomm", "tune", "--nproc", "2", "--output", str(table)]
+    done = launch_command(command, 100.0, ENV)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(table.read_text())
+    for result in start(thresholds_of, 2, str(table)):
+        assert asdict(result.value) == row["thresholds"]
+    table.write_text("no table")
+    for result in start(thresholds_of, 2, str(table), check=False):
+        assert isinstance(result.error, ArgumentError)
+        assert "SYMMCOMM_TUNING" in str(result.error)

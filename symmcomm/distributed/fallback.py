@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from symmcomm.distributed.work import FINISHED
 from symmcomm.errors import ArgumentError
 
 _CALLS = {
@@ -61,5 +62,5 @@ def hand_over(group: dist.ProcessGroup, name: str, tensor: torch.Tensor, args: S
         backend = group._get_backend(tensor.device)
     except RuntimeError:
         raise ArgumentError(f"{name}: the group has no backend for {tensor.device}") from None
-    call: Callable[..., dist.Work] = getattr(backend, _CALLS.get(name, name))
-    return call(*(arg for arg in args if arg is not None))
+    call: Callable[..., dist.Work | None] = getattr(backend, _CALLS.get(name, name))
+    return call(*(arg for arg in args if arg is not None)) or FINISHED  # NCCL returns None where nothing is to wait for

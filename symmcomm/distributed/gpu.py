@@ -96,6 +96,7 @@ class GpuCalls:
             if torch.cuda.is_current_stream_capturing():
                 raise ArgumentError("a group's first call on a GPU allocates memory: make one before the capture")
             self._group.do(self._open, device)
+            self._group._get_backend(device)  # for what C++ calls without asking Python
         return not self._refused
 
     def _open(self, comm: Communicator, device: torch.device) -> None:

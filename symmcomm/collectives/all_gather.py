@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
 _LENGTHS = encode(Kind.all_gather_bytes, torch.int64), torch.int64.itemsize
+_CPU = torch.device("cpu")
 _BYTES = encode(Kind.all_gather_bytes, torch.uint8), 1
 
 
@@ -83,12 +84,12 @@ def all_gather_bytes(self: Communicator, payload: bytes) -> list[bytes]:
     """Every rank's bytes, by rank; lengths may differ. The control plane of symmcomm itself."""
     if not isinstance(payload, bytes | bytearray):
         raise ArgumentError(f"payload must be bytes, got {type(payload).__name__}")
-    lengths = torch.empty(self.world_size, dtype=torch.int64)
-    _gather(self, _LENGTHS, torch.tensor([len(payload)]), lengths)
+    lengths = torch.empty(self.world_size, dtype=torch.int64, device=_CPU)  # not torch's default device
+    _gather(self, _LENGTHS, torch.tensor([len(payload)], device=_CPU), lengths)
     longest = int(lengths.max())
-    padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
+    padded = torch.zeros(max(longest, 1), dtype=torch.uint8, device=_CPU)
     padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
-    gathered = torch.empty(self.world_size * padded.numel(), dtype=torch.uint8)
+    gathered = torch.empty(self.world_size * padded.numel(), dtype=torch.uint8, device=_CPU)
     _gather(self, _BYTES, padded, gathered)
     rows = gathered.view(self.world_size, -1)
     return [rows[peer, : int(lengths[peer])].numpy().tobytes() for peer in range(self.world_size)]

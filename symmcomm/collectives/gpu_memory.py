@@ -163,7 +163,7 @@ class GpuMemory:
     def _fill_state(self) -> None:
         """Writes the private fields (``schedule.layout_gpu``) before any rank launches."""
         with torch.cuda.device(self.device):
-            self._record = torch.zeros(Record.NUM_WORDS, dtype=torch.int32, pin_memory=True)
+            self._record = torch.zeros(Record.NUM_WORDS, dtype=torch.int32, device="cpu", pin_memory=True)
             self._state: torch.Tensor | None = self.heap.tensor(self.rank, 0, at.EPOCHS).view(torch.int64)
             self._state[at.RECORD // 8] = self._record.data_ptr()
             self._state[at.TIMEOUT_NS // 8] = int(self.timeout_s * 1e9)

@@ -56,29 +56,6 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: dist.ReduceOp) -> N
     settle(tensor, dense)
 
 
-def all_reduce_apart(comm: Communicator, tensor: torch.Tensor, op: dist.ReduceOp, scratch: torch.Tensor) -> None:
-    """By way of symmetric memory, in two steps however large the tensor is, where a staged call takes one a chunk: each
-    step may wait until the peer's thread gets a core, which in the background, beside a computation, is what counts.
-    Ranks that call ``all_reduce`` instead take part all the same."""
-    name, source = parse(op, tensor)
-    room = scratch[: tensor.nbytes].view(tensor.dtype)
-    room.view(tensor.shape).copy_(source)
-    comm.all_reduce(room, name)
-    tensor.copy_(room.view(tensor.shape))
-
-
-def reduce_scatter_apart(
-    comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, op: dist.ReduceOp, scratch: torch.Tensor
-) -> None:
-    """As ``all_reduce_apart``, for ``reduce_scatter_single``."""
-    name, source = parse(op, tensor)
-    room = scratch[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-    room.copy_(source)
-    dense = as_dense(output)
-    comm.reduce_scatter_tensor(dense, room, name)
-    settle(output, dense)
-
-
 def all_reduce_each(comm: Communicator, tensors: Tensors, op: dist.ReduceOp) -> None:
     for tensor in tensors:
         all_reduce(comm, tensor, op)

@@ -1,4 +1,5 @@
-"""What symm does not do itself goes to gloo (tensors on the CPU) or NCCL (tensors on a GPU), made with the group.
+"""What symm does not do itself goes to gloo (tensors on the CPU), made with the group, or NCCL (tensors on a GPU), made
+when it is first needed.
 
 They are registered inside the group, so that torch's own C++ finds them as well: it calls Python for some collectives
 only (in torch 2.13 not for ``_c10d_functional.all_gather_into_tensor_out``).
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from symmcomm.distributed.work import FINISHED
 from symmcomm.errors import ArgumentError
 
 _CALLS = {
@@ -31,8 +33,8 @@ def _loopback() -> Any:
     return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
-def register_fallbacks(group: dist.ProcessGroup, store: Store, timeout_s: float) -> None:
-    """Collective. Makes the group's gloo, and its NCCL where there are GPUs."""
+def register_gloo(group: dist.ProcessGroup, store: Store, timeout_s: float) -> None:
+    """Collective. Makes the group's gloo."""
     rank, size, timeout = group.rank(), group.size(), timedelta(seconds=timeout_s)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stubs
     options._devices, options._threads, options._timeout = [_loopback()], 1, timeout
@@ -40,17 +42,18 @@ def register_fallbacks(group: dist.ProcessGroup, store: Store, timeout_s: float)
     gloo._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    if dist.is_nccl_available() and torch.cuda.is_available():
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), rank, size, nccl_options)
-        nccl._set_sequence_number_for_group()
-        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
 
-def is_foreign(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is for a fallback: on another device, or sparse."""
-    return not tensor.is_cpu or tensor.layout is not torch.strided
+def open_nccl(group: dist.ProcessGroup, store: Store, timeout_s: float) -> Any:
+    """The group's NCCL, which connects with its first call; None where there is no GPU or no NCCL."""
+    if not dist.is_nccl_available() or not torch.cuda.is_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), group.rank(), group.size(), options)
+    nccl._set_sequence_number_for_group()
+    group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+    return nccl
 
 
 def hand_over(group: dist.ProcessGroup, name: str, tensor: torch.Tensor, args: Sequence[object]) -> dist.Work:
@@ -59,5 +62,5 @@ def hand_over(group: dist.ProcessGroup, name: str, tensor: torch.Tensor, args: S
         backend = group._get_backend(tensor.device)
     except RuntimeError:
         raise ArgumentError(f"{name}: the group has no backend for {tensor.device}") from None
-    call: Callable[..., dist.Work] = getattr(backend, _CALLS.get(name, name))
-    return call(*(arg for arg in args if arg is not None))
+    call: Callable[..., dist.Work | None] = getattr(backend, _CALLS.get(name, name))
+    return call(*(arg for arg in args if arg is not None)) or FINISHED  # NCCL returns None where nothing is to wait for

@@ -39,6 +39,7 @@ class Lane:
     def __init__(self, name: str, timeout_s: float = FOREVER) -> None:
         self.name, self.timeout_s = name, timeout_s
         self.busy = threading.Lock()
+        self.try_enter = self.busy.acquire
         self.pending: deque[PendingWork] = deque()
         self._wakeups: SimpleQueue[None] = SimpleQueue()
         self._signalled = False
@@ -48,7 +49,8 @@ class Lane:
         self._closed = False
 
     def enter(self) -> bool:
-        """Takes the lane for a synchronous call, if nothing runs or is queued."""
+        """Takes the lane for a synchronous call, if nothing runs or is queued. The shortest call of all looks at both
+        itself, with ``try_enter(False)``."""
         if not self.busy.acquire(False):
             return False
         if self.pending:

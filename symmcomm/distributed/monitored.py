@@ -27,7 +27,8 @@ def monitored_barrier(mailbox: Mailbox, number: int, timeout_s: float, wait_all_
     Raises:
         PeerTimeoutError: on rank 0 with the missing ranks' names, on the others because rank 0 did not answer.
     """
-    rank, token, deadline = mailbox.comm.rank, torch.zeros(1, dtype=torch.uint8), time.monotonic() + timeout_s
+    rank, deadline = mailbox.comm.rank, time.monotonic() + timeout_s
+    token = torch.zeros(1, dtype=torch.uint8, device="cpu")
     if rank != 0:
         mailbox.send(token, 0, number, internal=True).wait()
         if not _comes(mailbox, 0, number, deadline):
@@ -61,7 +62,7 @@ def monitored_barrier(mailbox: Mailbox, number: int, timeout_s: float, wait_all_
 def _comes(mailbox: Mailbox, peer: int, number: int, deadline: float) -> bool:
     left_s = max(deadline - time.monotonic(), 0.001)
     try:
-        token = torch.empty(1, dtype=torch.uint8)
+        token = torch.empty(1, dtype=torch.uint8, device="cpu")
         return mailbox.receive(token, peer, number, internal=True).wait(timedelta(seconds=left_s))
     except (WaitTimeoutError, PeerError):
         return False

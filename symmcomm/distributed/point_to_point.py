@@ -102,7 +102,7 @@ class Inbox(Lane):
                 error = caught
             receive.end(error, self.channel.peer)
             return
-        message = torch.empty(num_bytes, dtype=torch.uint8)
+        message = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self.channel.receive(word, message)
         receive = self._match(word, message)  # one that was posted in the meantime
         if receive is not None:

@@ -34,10 +34,11 @@ def register() -> None:
 
 
 def _create(options: _DistributedBackendOptions, _: object) -> SymmProcessGroup:
-    from symmcomm.distributed import monitored, torch_ops  # noqa: F401  # registers torch.ops.symmcomm
+    from symmcomm.distributed import batches, monitored, torch_ops  # noqa: F401  # registers torch.ops.symmcomm
     from symmcomm.distributed.process_group import SymmProcessGroup
 
     monitored.install()
+    batches.install()
     return SymmProcessGroup(
         options.store,
         options.group_rank,

@@ -8,19 +8,21 @@
     peer = handle.get_buffer(1, x.shape, x.dtype)   # rank 1's x, for loads and stores
 
 As in torch, ``empty`` is local and ``rendezvous`` collective, and one tensor may meet several groups. Unlike there,
-``rendezvous`` is what moves the tensor into shared memory, contents included: take views of it afterwards.
+``rendezvous`` is what moves the tensor into shared memory, contents included: take views of it afterwards. On a GPU,
+barriers and signals of a handle are kernels on the current stream.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
+from symmcomm.communicator import Communicator
 from symmcomm.distributed.process_group import SymmProcessGroup
 from symmcomm.errors import ArgumentError
 from symmcomm.memory.handle import SymmetricHandle
@@ -41,13 +43,13 @@ class GroupHandle(SymmetricHandle):
 
     def __init__(self, group: SymmProcessGroup, tensor: torch.Tensor, owner: SymmProcessGroup) -> None:
         _, offset = owner.comm.locate(tensor)
-        super().__init__(group.comm, offset, tensor.nbytes)
+        super().__init__(group.side(tensor.device), offset, tensor.nbytes)
         self.device = tensor.device
-        self._group, self._owner = group, owner.comm
+        self._group, self._owner = group, owner.side(tensor.device)
         self._owner_ranks = [dist.get_group_rank(owner, rank) for rank in dist.get_process_group_ranks(group)]
-        heap = owner.comm.heap
+        heap = self._owner.heap
         self.buffer_ptrs = [heap.base + rank * heap.stride + offset for rank in self._owner_ranks]
-        self._pointers[0] = torch.tensor(self.buffer_ptrs)
+        self._pointers[0] = torch.tensor(self.buffer_ptrs, device=self._pointers.device)
 
     def get_buffer(
         self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0
@@ -74,15 +76,22 @@ class GroupHandle(SymmetricHandle):
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Barrier of the group's ranks on a channel. ``timeout_ms`` of 0 means the group's timeout."""
-        self._group.do(lambda _: SymmetricHandle.barrier(self, channel, timeout_ms))
+        self._do(lambda _: SymmetricHandle.barrier(self, channel, timeout_ms))
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signals ``dst_rank`` on a channel, once it has taken this rank's last signal there."""
-        self._group.do(lambda _: SymmetricHandle.put_signal(self, dst_rank, channel, timeout_ms))
+        self._do(lambda _: SymmetricHandle.put_signal(self, dst_rank, channel, timeout_ms))
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Waits for ``src_rank``'s signal on a channel and takes it."""
-        self._group.do(lambda _: SymmetricHandle.wait_signal(self, src_rank, channel, timeout_ms))
+        self._do(lambda _: SymmetricHandle.wait_signal(self, src_rank, channel, timeout_ms))
+
+    def _do(self, call: Callable[[Communicator], None]) -> None:
+        """On the host in turn with the group's calls; on the GPU the stream sees to that."""
+        if self.device.type == "cpu":
+            self._group.do(call)
+        else:
+            call(self._group.comm)
 
 
 def empty(
@@ -116,6 +125,8 @@ def rendezvous(tensor: torch.Tensor, group: str | dist.ProcessGroup) -> GroupHan
             f"{sorted(strangers)}: rendezvous with the larger group first"
         )
     handle = GroupHandle(members, tensor, owner)
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()  # with what moved it
     members.do(lambda comm: comm.all_gather_bytes(b""))  # nobody may reach for it before all have it
     return handle
 
@@ -129,20 +140,17 @@ def _resolve(group: str | dist.ProcessGroup) -> SymmProcessGroup:
 
 def _move(tensor: torch.Tensor, group: SymmProcessGroup) -> None:
     """Collective. Puts the tensor's storage into the group's symmetric heap."""
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.nbytes != tensor.untyped_storage().nbytes():
+    if not tensor.is_contiguous() or tensor.nbytes != tensor.untyped_storage().nbytes():
         raise ArgumentError(
-            f"tensor must be contiguous, on the CPU and the whole of its storage; it has strides {tensor.stride()} for "
-            f"shape {tuple(tensor.shape)}, {tensor.nbytes} of {tensor.untyped_storage().nbytes()} bytes, and is on "
-            f"{tensor.device}"
+            f"tensor must be contiguous and the whole of its storage; it has strides {tensor.stride()} for shape "
+            f"{tuple(tensor.shape)}, {tensor.nbytes} of {tensor.untyped_storage().nbytes()} bytes"
         )
-
-    def move(comm: Any) -> None:
-        moved = comm.empty(tuple(tensor.shape), dtype=tensor.dtype)
-        with torch.no_grad():
-            moved.copy_(tensor)
-            tensor.set_(moved.untyped_storage(), 0, tensor.shape, tensor.stride())
-
-    group.do(move)
+    group.side(tensor.device)  # there is one
+    moved: list[torch.Tensor] = []
+    group.do(lambda comm: moved.append(comm.empty(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)))
+    with torch.no_grad():
+        moved[0].copy_(tensor)
+        tensor.set_(moved[0].untyped_storage(), 0, tensor.shape, tensor.stride())
     _owners.add(group)
 
 
@@ -171,8 +179,8 @@ def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
 
 
 def get_backend(device: torch.device | str) -> str | None:
-    """``"SYMM"`` on the CPU; None elsewhere."""
-    return "SYMM" if torch.device(device).type == "cpu" else None
+    """``"SYMM"`` on CPUs and NVIDIA GPUs; None elsewhere."""
+    return "SYMM" if torch.device(device).type in ("cpu", "cuda") else None
 
 
 def is_nvshmem_available() -> bool:

@@ -1,4 +1,5 @@
-"""Calls of torch.distributed with their results, to be made on a symm and on a gloo group and compared."""
+"""Calls of torch.distributed with their results, to be made on a symm and on another group and compared. Tensors are on
+torch's default device."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def numbers(group: Group, count: int, dtype: torch.dtype = torch.float32, salt: 
     """Small numbers that differ from rank to rank, the same in every call; whole, so that sums do not depend on
     their order."""
     generator = torch.Generator().manual_seed(1000 * group.rank() + salt)
-    whole = torch.randint(1, 4, (count,), generator=generator)
+    whole = torch.randint(1, 4, (count,), generator=generator, device="cpu").to(torch.get_default_device())
     return whole.bool() if dtype is torch.bool else whole.to(dtype)
 
 
@@ -248,10 +249,17 @@ def coalesced(async_ops: bool) -> Call:
     return call
 
 
+def barrier_within(group: Group, timeout_s: float) -> None:
+    """``dist.barrier(group, timeout=...)``, which torch 2.11 has not."""
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(seconds=timeout_s)
+    group.barrier(options).wait()
+
+
 def barriers(group: Group) -> list[torch.Tensor]:
     dist.barrier(group)
     wait(dist.barrier(group, async_op=True))
-    dist.barrier(group, timeout=timedelta(seconds=30))
+    barrier_within(group, 30)
     dist.monitored_barrier(group, timedelta(seconds=30))
     dist.monitored_barrier(group, wait_all_ranks=True)
     return []

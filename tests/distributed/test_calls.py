@@ -9,7 +9,9 @@ import calls
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
+from symmcomm.distributed import symm_mem
 from symmcomm.distributed.process_group import SymmProcessGroup
 from symmcomm.testing.spawn import run_ranks
 
@@ -157,3 +159,44 @@ def bare_methods() -> None:
 
 def test_bare_methods() -> None:
     run_ranks(bare_methods, 2)
+
+
+def profiled() -> None:
+    """A call's event ends with the call, so that who waited for the one may stop recording the other."""
+    dist.init_process_group("symm")
+    for async_op in (False, True):
+        for _ in range(40):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                calls.wait(dist.all_reduce(torch.ones(3), async_op=async_op))
+                calls.wait(dist.barrier(async_op=async_op))
+            names = [event.name for event in profiler.events() if event.name.startswith("symm:")]
+            assert sorted(names) == ["symm:all_reduce", "symm:barrier"]
+    dist.destroy_process_group()
+
+
+def test_profiled() -> None:
+    run_ranks(profiled, 3)
+
+
+def default_device() -> None:
+    """torch's default device is for the user's tensors, not for ours."""
+    with torch.device("meta"):
+        dist.init_process_group("symm")
+        group = dist.new_group([0, 1])
+        for tensor in (torch.ones(3, device="cpu"), symm_mem.empty(3, device="cpu").fill_(1)):
+            dist.all_reduce(tensor, group=group)
+            assert tensor.tolist() == [2.0] * 3
+        symm_mem.rendezvous(tensor, group).barrier()
+        dist.monitored_barrier()
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(3, device="cpu"), 1, tag=2)
+            dist.send(torch.zeros(3, device="cpu"), 1, tag=1)
+        else:
+            for tag in (1, 2):
+                dist.recv(tensor, 0, tag=tag)
+                assert tensor.tolist() == [tag - 1.0] * 3
+        dist.destroy_process_group()
+
+
+def test_default_device() -> None:
+    run_ranks(default_device, 2)

@@ -33,6 +33,13 @@ def compare(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", training.SCENARIOS)
-def test_as_gloo(name: str, world_size: int) -> None:
-    run_ranks(compare, world_size, [name], timeout_s=120)
+@pytest.mark.parametrize("family", training.FAMILIES)
+def test_as_gloo(family: str, world_size: int) -> None:
+    """A family shares its processes: to import what it trains with takes longer than the training."""
+    names = [name for name in training.SCENARIOS if name.startswith(training.FAMILIES[family])]
+    run_ranks(compare, world_size, names, timeout_s=240)
+
+
+def test_every_scenario_has_a_family() -> None:
+    beginnings = tuple(beginning for family in training.FAMILIES.values() for beginning in family)
+    assert all(name.startswith(beginnings) for name in training.SCENARIOS)

@@ -1,4 +1,5 @@
-"""Training steps by every parallelism of torch; each returns tensors that must not depend on the backend."""
+"""Training steps by every parallelism of torch; each returns tensors that must not depend on the backend. They are on
+torch's default device."""
 
 from __future__ import annotations
 
@@ -29,7 +30,15 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 WIDTH, ROWS = 32, 8
+ADAM_EPS = 1e-4
+"""Above the gradients' rounding errors. With torch's 1e-8 Adam blows those up where a gradient is near 0: on gloo,
+float32 is then off by 3e-3 from float64."""
+
 Results = list[torch.Tensor]
+
+
+def device() -> torch.device:
+    return torch.get_default_device()
 
 
 def model() -> nn.Module:
@@ -39,7 +48,7 @@ def model() -> nn.Module:
 
 def batch(step: int, rank: int | None = None) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + (dist.get_rank() if rank is None else rank))
-    return torch.randn(ROWS, WIDTH, generator=generator)
+    return torch.randn(ROWS, WIDTH, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,23 +100,23 @@ def sync_batch_norm_buffers() -> Results:
 def fsdp(mixed: bool = False) -> Results:
     module = model()
     options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)} if mixed else {}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     for layer in (module[0], module[2]):
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(module, mesh=mesh, **options)
-    return train(module, torch.optim.AdamW(module.parameters(), lr=0.01))
+    return train(module, torch.optim.AdamW(module.parameters(), lr=0.01, eps=ADAM_EPS))
 
 
 def hybrid() -> Results:
     """Replicated over one dimension of the mesh, sharded over the other."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(device().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("replicas", "shards"))
     module = model()
     fully_shard(module, mesh=mesh)
     return train(module, torch.optim.SGD(module.parameters(), lr=0.1))
 
 
 def tensor_parallel(sequence: bool = False) -> Results:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     if sequence:
         plan = {
             "0": ColwiseParallel(input_layouts=Shard(0)),
@@ -125,7 +134,7 @@ def tensor_parallel(sequence: bool = False) -> Results:
     for step in range(3):
         part = batch(step, 0)[dist.get_rank() * rows : (dist.get_rank() + 1) * rows]
         output = module(part)
-        loss = (output.to_local() if isinstance(output, DTensor) else output).square().sum()
+        loss = (output.to_local() if isinstance(output, DTensor) else output).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -136,7 +145,7 @@ def tensor_parallel(sequence: bool = False) -> Results:
 def dtensor() -> Results:
     """Every placement to every other, on even and uneven shapes, and on a mesh of two dimensions."""
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(device().type, (size,))
     results = []
     for shape in ((4 * size, 6), (5, 7), (size - 1, 3)):
         torch.manual_seed(1)
@@ -150,7 +159,7 @@ def dtensor() -> Results:
             part = DTensor.from_local(tensor * (dist.get_rank() + 1), mesh, [Partial()])
             results.append(part.redistribute(mesh, [after]).to_local().clone())
     if size == 4:
-        flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        flat = init_device_mesh(device().type, (2, 2), mesh_dim_names=("rows", "columns"))
         tensor = distribute_tensor(torch.arange(64.0).view(8, 8), flat, [Shard(0), Shard(1)])
         results.append(tensor.redistribute(flat, [Shard(1), Replicate()]).to_local().clone())
         results.append((tensor @ tensor.t()).full_tensor())
@@ -161,7 +170,7 @@ def pipeline() -> Results:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    stage = PipelineStage(module, rank, size, torch.device("cpu"))
+    stage = PipelineStage(module, rank, size, device())
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=lambda output, target: (output - target).square().mean())
     losses: Results = []
     for step in range(2):
@@ -177,7 +186,7 @@ def pipeline() -> Results:
 
 def zero() -> Results:
     module = DistributedDataParallel(model())
-    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.01)
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.01, eps=ADAM_EPS)
     results = train(module, optimizer)
     optimizer.consolidate_state_dict(to=0)
     if dist.get_rank() == 0:
@@ -189,7 +198,7 @@ def checkpointed() -> Results:
     """Saved by a sharded model, loaded by one that is sharded another way."""
     folder: list[object] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder, src=0)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     module = model()
     fully_shard(module, mesh=mesh)
     results = train(module, torch.optim.SGD(module.parameters(), lr=0.1))
@@ -238,7 +247,8 @@ def functional_collectives() -> Results:
 
 
 def mesh_of_one_rank_groups() -> Results:
-    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(-1, 1), mesh_dim_names=("all", "alone"))
+    ranks = torch.arange(dist.get_world_size(), device="cpu").view(-1, 1)
+    mesh = DeviceMesh(device().type, ranks, mesh_dim_names=("all", "alone"))
     tensor = batch(0)
     dist.all_reduce(tensor, group=mesh.get_group("alone"))
     dist.all_reduce(tensor, group=mesh.get_group("all"))
@@ -268,3 +278,10 @@ SCENARIOS: dict[str, Callable[[], Results]] = {
     "functional collectives": functional_collectives,
     "mesh of one-rank groups": mesh_of_one_rank_groups,
 }
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "data parallel": ("ddp", "zero"),
+    "sharded": ("fsdp", "checkpoint"),
+    "model parallel": ("tensor", "sequence", "dtensor", "pipeline", "functional", "mesh"),
+}
+"""Beginnings of the names of scenarios that are run in one world."""

@@ -1,0 +1,323 @@
+"""The backend ``cpu:symm,cuda:symm`` on two GPUs: every call against gloo on the CPU, training against NCCL, streams,
+CUDA graphs, and what is left to NCCL."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import NEEDS_GPU, NUM_GPUS, start
+
+from symmcomm import ArgumentError, DeviceError
+from symmcomm.collectives import gpu_memory
+from symmcomm.distributed import symm_mem
+from symmcomm.distributed.process_group import SymmProcessGroup
+from symmcomm.errors import SymmCommError
+from tests.distributed import calls, training
+
+pytest.importorskip("cutlass")
+pytestmark = [*NEEDS_GPU, pytest.mark.skipif(NUM_GPUS < 2, reason="NCCL needs a GPU for each rank")]
+
+BACKEND = "cpu:symm,cuda:symm"
+CPU_ONLY = ("sparse", "tags", "any source", "objects")  # NCCL knows no tags; objects travel by the CPU in any case
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@contextmanager
+def world(backend: str = BACKEND) -> Iterator[SymmProcessGroup]:
+    warnings.simplefilter("ignore")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend)
+    yield dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
+    assert torch.ones(1000, device="cuda").sum().item() == 1000  # the context is alive
+
+
+def every_call() -> list[str]:
+    """Names of the calls that gave another result than gloo on the CPU."""
+    failed = []
+    with world() as symm:
+        gloo = dist.new_group(backend="gloo")
+        for name, call in calls.all_calls():
+            if name.startswith(CPU_ONLY) or " 0 elements" in name:
+                continue
+            with torch.device("cuda"):
+                got = [tensor.cpu() for tensor in call(symm)]
+            expected = call(gloo)
+            if len(got) != len(expected) or not all(map(torch.equal, got, expected)):
+                failed.append(name)
+        assert symm.comm.gpu is not None
+    return failed
+
+
+def test_every_call() -> None:
+    assert [result.value for result in start(every_call, 2)] == [[], []]
+
+
+def empty_and_uneven() -> None:
+    with world() as symm, torch.device("cuda"):
+        rank, size = symm.rank(), symm.size()
+        dist.all_reduce(torch.zeros(0))
+        dist.all_gather([torch.zeros(0)] * size, torch.zeros(0))
+        uneven = [torch.zeros(peer + 1, 2) for peer in range(size)]
+        dist.all_gather(uneven, torch.full((rank + 1, 2), float(rank)))
+        assert all((part == peer).all() for peer, part in enumerate(uneven))
+        outputs = [torch.zeros(peer + 2 * rank) for peer in range(size)]
+        dist.all_to_all(outputs, [torch.full((rank + 2 * peer,), float(rank)) for peer in range(size)])
+        assert all((part == peer).all() for peer, part in enumerate(outputs))
+        for later in (False, True):
+            tensor = torch.full((4, 6), float(rank)).t()  # not contiguous
+            calls.wait(dist.all_reduce(tensor, async_op=later))
+            assert (tensor == 1).all()
+            tensor = torch.full((5,), float(rank + 1))
+            calls.wait(dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5), async_op=later))
+            assert (tensor == 1.5).all()
+        half = torch.full((3,), rank + 1.0, dtype=torch.bfloat16)
+        dist.all_reduce(half, dist.ReduceOp.AVG)
+        assert (half == 1.5).all()
+
+
+def test_empty_and_uneven() -> None:
+    start(empty_and_uneven, 2)
+
+
+def trained(names: list[str]) -> None:
+    results: dict[tuple[str, str], list[torch.Tensor]] = {}
+    for backend in ("nccl", BACKEND):
+        with world(backend), torch.device("cuda"):
+            for name in names:
+                results[backend, name] = training.SCENARIOS[name]()
+    for name in names:
+        expected, got = results["nccl", name], results[BACKEND, name]
+        assert len(expected) == len(got) > 0, name
+        tolerance = {"rtol": 1e-2, "atol": 1e-2} if "hook" in name or "mixed" in name else TOLERANCE
+        for number, (left, right) in enumerate(zip(expected, got, strict=True)):
+            torch.testing.assert_close(right, left, **tolerance, msg=lambda text, n=number, s=name: f"{s} {n}: {text}")
+
+
+@pytest.mark.parametrize("family", training.FAMILIES)
+def test_training(family: str) -> None:
+    start(trained, 2, [name for name in training.SCENARIOS if name.startswith(training.FAMILIES[family])])
+
+
+def asynchronous() -> None:
+    """Calls beside computations, dropped tensors, other streams, a late rank; results must be those of the order."""
+    with world() as symm, torch.device("cuda"):
+        rank, size = symm.rank(), symm.size()
+        total = size * (size + 1) / 2
+        for round_ in range(20):
+            if round_ % size == rank:
+                torch.cuda._sleep(2_000_000)
+            tensors = [torch.full((count,), rank + 1.0) for count in (3, 1000, 300_000, 5_000_000)]
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            now = torch.full((100,), rank + 1.0)
+            dist.all_reduce(now)  # on the current stream, while the others run on theirs
+            for work in works[::-1]:
+                work.wait()
+            assert all((tensor == total).all() for tensor in [*tensors, now])
+            assert all(work.is_completed() and work.is_success() for work in works)
+
+            parts = [torch.zeros(1 << 20) for _ in range(size)]
+            work = dist.all_gather(parts, torch.full((1 << 20,), float(rank)), async_op=True)  # whose input is dropped
+            rubbish = [torch.full((1 << 20,), -1.0) for _ in range(4)]  # may take its place, after the call
+            work.wait()
+            assert all((part == peer).all() for peer, part in enumerate(parts)), rubbish
+
+            other = torch.cuda.Stream()
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                dist.all_reduce(now, dist.ReduceOp.MAX)
+                doubled = now * 2
+            torch.cuda.current_stream().wait_stream(other)
+            assert (doubled == 2 * total).all()
+
+            future = dist.all_reduce(tensors[1], async_op=True).get_future()
+            halved = future.then(lambda done: done.value()[0] / 2).wait()
+            assert (halved == total * size / 2).all()
+
+
+def test_asynchronous() -> None:
+    start(asynchronous, 2)
+
+
+def captured() -> None:
+    with world() as symm, torch.device("cuda"):
+        rank, size = symm.rank(), symm.size()
+        source, gathered = torch.zeros(5000), torch.zeros(5000 * size)
+        large = torch.zeros(1 << 20)
+
+        def step() -> torch.Tensor:
+            work = dist.all_reduce(large, async_op=True)
+            doubled = source * 2
+            dist.all_reduce(doubled)
+            then = dist.all_gather_into_tensor(gathered, doubled + rank, async_op=True)
+            work.wait()
+            then.wait()
+            return gathered + large[0]
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = step()
+        for round_ in range(10):
+            source.fill_(round_ + rank)
+            large.fill_(rank)
+            if round_ % size == rank:
+                torch.cuda._sleep(2_000_000)
+            graph.replay()
+            summed = 2 * (size * round_ + size * (size - 1) / 2)
+            expected = torch.cat([torch.full((5000,), summed + peer) for peer in range(size)]) + size * (size - 1) / 2
+            assert torch.equal(result, expected)
+            eager = torch.ones(7)  # calls outside the graph, between its replays
+            dist.all_reduce(eager)
+            assert (eager == size).all()
+
+
+def test_captured() -> None:
+    start(captured, 2)
+
+
+def captured_at_first() -> None:
+    with world(), torch.device("cuda"):
+        group, tensor = dist.new_group([0, 1]), torch.ones(3)
+        with pytest.raises(ArgumentError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor, group=group)
+        assert (tensor == 2).all()
+
+
+def test_first_call_is_not_captured() -> None:
+    start(captured_at_first, 2)
+
+
+def refused() -> list[str]:
+    """GPUs that cannot share memory: all calls go to NCCL, and rank 0 says why."""
+
+    def refuse(*_: object) -> None:
+        raise DeviceError("no two GPUs here know each other")
+
+    gpu_memory.open_gpu = refuse
+    with world() as symm, warnings.catch_warnings(record=True) as caught, torch.device("cuda"):
+        warnings.simplefilter("always")
+        tensor, gathered = torch.ones(3), torch.zeros(6)
+        dist.all_reduce(tensor)
+        calls.wait(dist.all_reduce(tensor, async_op=True))
+        dist.all_gather_into_tensor(gathered, tensor)
+        assert (gathered == 4).all()
+        on_cpu = torch.ones(3, device="cpu")
+        dist.all_reduce(on_cpu)
+        assert (on_cpu == 2).all()
+        assert symm.comm.gpu is None
+    return [str(warning.message) for warning in caught if "NCCL" in str(warning.message)]
+
+
+def test_refused() -> None:
+    told, silent = (result.value for result in start(refused, 2))
+    assert len(told) == 1
+    assert "no two GPUs here know each other" in told[0]
+    assert not silent
+
+
+def operators() -> None:
+    with world() as symm, torch.device("cuda"):
+        name, rank = symm.group_name, symm.rank()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            y = torch.ops.symmcomm.all_reduce(x * 2, "sum", name)
+            z = torch.ops.symmcomm.all_gather_into_tensor(y + 1, name)
+            return torch.ops.symmcomm.barrier(torch.ops.symmcomm.reduce_scatter_tensor(z, "sum", name), name)
+
+        compiled: Callable[[torch.Tensor], torch.Tensor] = torch.compile(step, backend="aot_eager", fullgraph=True)
+        x = torch.full((4, 3), rank + 1.0, requires_grad=True)
+        for function in (step, compiled):
+            result = function(x)
+            assert (result == 2 * (2 * 3 + 1)).all()
+            (gradient,) = torch.autograd.grad(result.sum(), x)
+            assert (gradient == 16).all()  # of both ranks' losses: each adds y of each rank once and doubles x
+
+
+def test_operators() -> None:
+    start(operators, 2)
+
+
+def symmetric_memory() -> None:
+    """As the tutorials of torch's symmetric memory do it."""
+    with world() as symm:
+        rank, size, peer = symm.rank(), symm.size(), 1 - symm.rank()
+        tensor = symm_mem.empty(4, 8, dtype=torch.bfloat16, device="cuda").fill_(rank)
+        handle = symm_mem.rendezvous(tensor, symm)
+        assert (tensor == rank).all()
+        assert handle.buffer_ptrs[rank] == tensor.data_ptr()
+        assert (handle.device, handle.rank, handle.world_size) == (tensor.device, rank, size)
+        handle.barrier()
+        assert (handle.get_buffer(peer, (4, 8), torch.bfloat16) == peer).all()
+        handle.barrier(channel=1)
+        handle.get_buffer(peer, (4, 8), torch.bfloat16)[0] = 100 + rank
+        handle.barrier()
+        assert (tensor[0] == 100 + peer).all()
+        handle.put_signal(dst_rank=peer)
+        handle.wait_signal(src_rank=peer)
+        dist.all_reduce(tensor.fill_(rank + 1))
+        assert (tensor == 3).all()
+        assert symm_mem.is_symm_mem_tensor(tensor)
+        again = symm_mem.rendezvous(tensor, dist.new_group([0, 1]))
+        again.barrier()
+        assert (again.get_buffer(peer, (4, 8), torch.bfloat16) == 3).all()
+        torch.cuda.synchronize()
+
+
+def test_symmetric_memory() -> None:
+    start(symmetric_memory, 2)
+
+
+def many_groups() -> None:
+    with world(), torch.device("cuda"):
+        free = 0
+        for number in range(12):
+            group, tensor = dist.new_group([0, 1]), torch.ones(10_000)
+            dist.all_reduce(tensor, group=group)
+            calls.wait(dist.all_reduce(tensor, group=group, async_op=True))
+            assert (tensor == 4).all()
+            dist.destroy_process_group(group)
+            dist.barrier()
+            if number == 2:
+                free = torch.cuda.mem_get_info()[0]
+        assert free - torch.cuda.mem_get_info()[0] < 64 << 20
+
+
+def test_groups_leak_nothing() -> None:
+    start(many_groups, 2)
+
+
+def late() -> str:
+    """A rank that does not come: the others raise once the deadline is over, and their GPUs go on."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(BACKEND)
+    dist.all_reduce(torch.ones(3, device="cuda"))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
+    tensor = torch.ones(3, device="cuda")
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    dist.barrier()
+    text = ""
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        torch.cuda.synchronize()
+        with pytest.raises(SymmCommError) as caught:
+            work.wait()
+        text = str(caught.value)
+    dist.barrier()
+    assert torch.ones(1000, device="cuda").sum().item() == 1000
+    return text
+
+
+def test_late_rank_is_named() -> None:
+    assert "rank 1" in start(late, 2)[0].value

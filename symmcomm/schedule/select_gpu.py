@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout
+from symmcomm.schedule.layout_gpu import LL_CELL_BYTES, NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout, ll_words
 
 _LL_SHAPES = ((128, 64), (256, 64), (512, 128), (1024, NUM_CHANNELS))  # threads, and CTAs up to which they are used
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (4 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
@@ -71,11 +71,14 @@ def slice_bytes(num_bytes: int, world_size: int) -> int:
     return -(-num_bytes // (16 * world_size)) * 16
 
 
-def ll_shape(part_bytes: int, world_size: int, num_sms: int, algorithm: Algorithm = Algorithm.ll) -> Launch | None:
-    """The LL kernel for parts of that size: one wave, as few cells a thread as do; None where it does not fit."""
-    room = Layout.create(world_size).ll_slot_bytes // 16
-    num_cells = max(1, -(-part_bytes // 8))
-    for unroll in (1, 2, 4):
+def ll_shape(
+    part_bytes: int, world_size: int, num_sms: int, algorithm: Algorithm = Algorithm.ll, itemsize: int = 1
+) -> Launch | None:
+    """The LL kernel for parts of that size, with elements of ``itemsize``: one wave, as few cells a thread as do; None
+    where it does not fit."""
+    room = Layout.create(world_size).ll_slot_bytes // LL_CELL_BYTES
+    num_cells = max(1, -(-part_bytes // (4 * ll_words(itemsize))))
+    for unroll in (1, 2, 3, 4):
         for threads, most in _LL_SHAPES:
             grid = -(-num_cells // (threads * unroll))
             if grid <= min(most, num_sms) and threads * unroll <= room:
@@ -146,11 +149,12 @@ def choose(
     latter works on symmetric memory: ordinary tensors, where LL in two shots has no room for them, are copied there.
     """
     if num_bytes * world_size * (world_size - 1) <= 2 * at.all_reduce_ll_bytes:
-        shape = ll_shape(num_bytes, world_size, num_sms)
+        shape = ll_shape(num_bytes, world_size, num_sms, itemsize=dtype.itemsize)
         if shape is not None:
             return shape
     if not symmetric:
-        shape = ll_shape(slice_bytes(num_bytes, world_size), world_size, num_sms, Algorithm.ll_two_shot)
+        part = slice_bytes(num_bytes, world_size)
+        shape = ll_shape(part, world_size, num_sms, Algorithm.ll_two_shot, dtype.itemsize)
         if shape is not None:
             return shape
     return two_shot_shape(num_bytes, dtype, world_size, num_sms)
@@ -162,7 +166,9 @@ def choose_reduce_scatter(
 ) -> Launch:  # fmt: skip
     """The reduce-scatter of parts of that size. ``source_symmetric`` (pull) asks that no output but the own part is in
     an input."""
-    shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size, at) else None
+    shape: Launch | None = None
+    if _is_small(part_bytes, world_size, at):
+        shape = ll_shape(part_bytes, world_size, num_sms, itemsize=dtype.itemsize)
     if shape is not None:
         return shape
     if source_symmetric and part_bytes >= at.pull_bytes:

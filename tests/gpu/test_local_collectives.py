@@ -203,7 +203,9 @@ def sum_shape(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int)
     part, size = count * dtype.itemsize, world.world_size
     if algorithm is Algorithm.pull:
         return select_gpu.direct_shape(part, world.num_sms, algorithm, dtype, size)
-    shape = select_gpu.ll_shape(part, size, world.num_sms) if algorithm is Algorithm.ll else None
+    shape: Launch | None = None
+    if algorithm is Algorithm.ll:
+        shape = select_gpu.ll_shape(part, size, world.num_sms, itemsize=dtype.itemsize)
     return shape or select_gpu.staged_shape(part, size, world.num_sms, dtype)
 
 

@@ -87,9 +87,9 @@ def shape_of(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int) 
     shape: Launch | None = None
     match algorithm:
         case Algorithm.ll:
-            shape = select_gpu.ll_shape(num_bytes, size, num_sms)
+            shape = select_gpu.ll_shape(num_bytes, size, num_sms, itemsize=dtype.itemsize)
         case Algorithm.ll_two_shot:
-            shape = select_gpu.ll_shape(part, size, num_sms, algorithm)
+            shape = select_gpu.ll_shape(part, size, num_sms, algorithm, dtype.itemsize)
     return shape or select_gpu.two_shot_shape(num_bytes, dtype, size, num_sms)
 
 

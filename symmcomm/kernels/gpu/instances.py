@@ -14,34 +14,34 @@ from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.select_gpu import Algorithm, Launch
 
 
-def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int) -> Kernel:
-    """See ``select_gpu.choose``; ``arch`` as in ``sm_<arch>``."""
+def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False) -> Kernel:
+    """See ``select_gpu.choose``; ``arch`` as in ``sm_<arch>``, ``early`` as in ``context.enter``."""
     reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
     match shape.algorithm:
         case Algorithm.ll:
-            return AllReduceLL(**reduction, threads=shape.threads, cells=shape.unroll)
+            return AllReduceLL(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
         case Algorithm.ll_two_shot:
-            return AllReduceLLTwoShot(**reduction, threads=shape.threads, cells=shape.unroll)
+            return AllReduceLLTwoShot(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
     return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll)
 
 
-def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int) -> Kernel:
-    """See ``select_gpu.choose_reduce_scatter``; ``arch`` as in ``sm_<arch>``."""
+def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False) -> Kernel:
+    """See ``select_gpu.choose_reduce_scatter``; ``arch`` as in ``sm_<arch>``, ``early`` as in ``context.enter``."""
     reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
     match shape.algorithm:
         case Algorithm.ll:
-            return ReduceScatterLL(**reduction, threads=shape.threads, cells=shape.unroll)
+            return ReduceScatterLL(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
         case Algorithm.pull:
             return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll)
     return ReduceScatterStaged(**reduction, threads=shape.threads, vectors=shape.unroll, chunk_bytes=shape.chunk_bytes)
 
 
-def all_gather(shape: Launch, world_size: int, same: bool) -> Kernel:
-    """See ``select_gpu.choose_all_gather``; ``same``: all takers get the same."""
+def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False) -> Kernel:
+    """See ``select_gpu.choose_all_gather``; ``same``: all takers get the same; ``early`` as in ``context.enter``."""
     threads, unroll = shape.threads, shape.unroll
     match shape.algorithm:
         case Algorithm.ll:
-            return AllGatherLL(world_size=world_size, same=same, threads=threads, cells=unroll)
+            return AllGatherLL(world_size=world_size, same=same, threads=threads, cells=unroll, early=early)
         case Algorithm.push:
             return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll)
         case Algorithm.pull:

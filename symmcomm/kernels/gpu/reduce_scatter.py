@@ -26,7 +26,7 @@ from symmcomm.kernels.gpu import cells as ll
 from symmcomm.kernels.gpu.all_gather import first_unit, num_units
 from symmcomm.kernels.gpu.all_to_all import Exchange, Parts
 from symmcomm.kernels.gpu.barrier import sync
-from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
+from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
 from symmcomm.kernels.gpu.copy import clip
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.primitives import pick
@@ -38,8 +38,8 @@ from symmcomm.schedule.layout_gpu import Layout, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterLL:
-    """The LL kernel. Attributes: ``threads`` a CTA, ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``.
-    Launch with ``grid`` = ⌈bytes of a part / 8 / (threads · cells)⌉ CTAs."""
+    """The LL kernel. Attributes: ``threads`` a CTA, ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``;
+    ``early`` as in ``context.enter``. Launch with as many CTAs as the part has parts of ``cells`` rows."""
 
     dtype: DType
     op: Op
@@ -47,6 +47,7 @@ class ReduceScatterLL:
     arch: int
     threads: int
     cells: int
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -59,18 +60,17 @@ class ReduceScatterLL:
     ) -> None:  # fmt: skip
         """``source``: address of ``world_size`` parts of ``count`` elements; ``output``: of ``count`` elements."""
         kernel = self.kernel(base, stride, rank, source, output, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         reduction = Reduction(self.dtype, self.op, self.world_size, self.arch)
-        itemsize, num_bytes = self.dtype.itemsize, count * self.dtype.itemsize
-        first, step = ll.first_byte(self.threads, self.cells), self.threads * ll.PAYLOAD_BYTES
+        cells = ll.Cells(self.threads, self.cells, self.dtype.itemsize)
+        num_bytes, first, step = count * self.dtype.itemsize, cells.first_byte(), cells.row_bytes
         parts = [source + Int64(ctx.neighbour(hop)) * num_bytes for hop in range(self.world_size)]
-        own = [
-            [ll.load_payload(part, first + k * step, num_bytes, itemsize) for part in parts] for k in range(self.cells)
-        ]
+        own = [[ll.load_words(part, first + k * step, num_bytes, cells) for part in parts] for k in range(self.cells)]
         in_order, epoch = begin(ctx, block())
         epoch += 1
         if in_order:
@@ -78,11 +78,11 @@ class ReduceScatterLL:
                 if first + k * step < num_bytes:
                     for hop in cutlass.range_constexpr(1, self.world_size):
                         ll.send(ctx, epoch, ctx.neighbour(hop), k * self.threads + thread(), own[k][hop])
-            got, arrived = ll.receive(ctx, epoch, first, num_bytes, None, self.threads, self.cells)
+            got, arrived = ll.receive(ctx, cells, epoch, first, num_bytes, None)
             if arrived:
                 for k in cutlass.range_constexpr(self.cells):
-                    ordered = ll.in_rank_order(rank, own[k][0], got, k, self.cells, self.world_size)
-                    ll.store_payload(output, first + k * step, num_bytes, itemsize, reduction.reduce(ordered))
+                    words = reduction.reduce(ll.in_rank_order(ctx, cells, own[k][0], got, k))
+                    ll.store_words(output, first + k * step, num_bytes, cells, words)
             end(ctx, block(), epoch)
 
 

@@ -42,10 +42,13 @@ class Algorithm(Enum):
 
     ll = "LL"
     ll_two_shot = "LL two-shot"
+    one_shot = "one-shot"
     two_shot = "two-shot"
     push = "push"
     pull = "pull"
     staged = "staged"
+    paired = "paired"
+    copy_engine = "copy engine"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from cutlass import Boolean, Int32, Int64
 from symmcomm.kernels.gpu import cells as ll
 from symmcomm.kernels.gpu.barrier import arrive, meet, sync
 from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
-from symmcomm.kernels.gpu.copy import copy_bytes, multicast_vectors
+from symmcomm.kernels.gpu.copy import copy_bytes, copy_to_ranks, multicast_vectors
 from symmcomm.schedule.layout_gpu import Layout, Phase
 
 
@@ -76,8 +76,9 @@ class AllGatherLL:
         first, step = cells.first_byte(), cells.row_bytes
         own = [self._read(ctx, cells, source, source_pitch, first + k * step, num_bytes) for k in range(self.cells)]
         in_order, epoch = begin(ctx, block())
-        epoch += 1
         if in_order:
+            ll.remind(ctx, epoch)
+            epoch += 1
             if sender >= 0:
                 arrive(ctx, block(), epoch)
             if sender < 0 or sender == rank:
@@ -156,11 +157,9 @@ class AllGatherPush:
             if ((multicast_base | target | source) & 15) == 0:
                 done = num_bytes & ~15
                 multicast_vectors(multicast_base + target, source, done >> 4, first, step, self.vectors)
-        for hop in cutlass.range(self.world_size, unroll=1):
-            peer = ctx.neighbour(hop)
-            origin, place = source + Int64(peer) * source_pitch, ctx.peer_address(peer, target)
-            if origin != place:
-                copy_bytes(place + done, origin + done, num_bytes - done, first, step, self.vectors)
+        copy_to_ranks(
+            ctx, target + done, source + done, source_pitch, num_bytes - done, first, step, self.vectors
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,8 +60,9 @@ class AllReduceLL:
         # In flight together with the loads of begin().
         own = [ll.load_words(source, first + k * cells.row_bytes, num_bytes, cells) for k in range(self.cells)]
         in_order, epoch = begin(ctx, block())
-        epoch += 1
         if in_order:
+            ll.remind(ctx, epoch)
+            epoch += 1
             for k in cutlass.range_constexpr(self.cells):
                 if first + k * cells.row_bytes < num_bytes:
                     for hop in cutlass.range_constexpr(1, self.world_size):
@@ -113,6 +114,7 @@ class AllReduceLLTwoShot:
         ]
         in_order, epoch = begin(ctx, block())
         if in_order:
+            ll.remind(ctx, epoch)
             for k in cutlass.range_constexpr(self.cells):
                 if first + k * step < slices.num_bytes:
                     for hop in cutlass.range_constexpr(1, self.world_size):

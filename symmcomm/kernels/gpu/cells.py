@@ -1,8 +1,9 @@
 """LL cells: data and flag in one store, so there is no barrier.
 
-A thread packs 12 bytes of data and the flag of the channel's epoch into a 16-byte cell, stores it into a peer's slot for
-this rank, and polls its own slots until every cell shows the flag. A cell is written and read by single accesses of 16
-bytes (``store_128``): so old data is never taken for new, and no ordering is needed. Cells of 8-byte elements hold one.
+A thread packs 12 bytes of data and the flag of the channel's epoch into a 16-byte cell, stores it into a peer's slot
+for this rank, and polls its own slots until every cell shows the flag. A cell is written and read by single accesses of
+16 bytes (``store_128``): so old data is never taken for new, and no ordering is needed. A cell of 8-byte elements holds
+one.
 
 A row is a cell of each of the CTA's threads. Word j of lane l of a warp is word ``32 · j + l`` of what the row's warp
 holds, so a warp loads and stores whole lines; a cell is in use if its first word is.
@@ -27,10 +28,22 @@ from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from symmcomm.kernels.gpu.context import Context, block, thread
 from symmcomm.kernels.gpu.elements import load_vector, store_vector
-from symmcomm.kernels.gpu.primitives import give_up, join, load, load_128, overdue, pick, split, store, store_128
+from symmcomm.kernels.gpu.primitives import (
+    give_up,
+    join,
+    load,
+    load_128,
+    overdue,
+    pick,
+    signal,
+    split,
+    store,
+    store_128,
+)
 from symmcomm.schedule.layout_gpu import LL_CELL_BYTES, Phase, ll_words
 
 _WARP = 32
+_REMIND = (1 << 20) - 1
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,16 @@ def senders(ctx: Context) -> list[Any]:
     if ctx.world_size == 2:
         return [Int32(1) - ctx.rank]
     return [Int32(peer) for peer in range(ctx.world_size)]
+
+
+@cute.jit
+def remind(ctx: cutlass.Constexpr, epoch: Uint32) -> None:
+    """Cells leave the pads alone, whose words would be taken for later ones when 2³¹ epochs have passed: so now and
+    then a CTA tells the peers to what epoch its channel has come. LL kernels advance by one or two."""
+    if (epoch & _REMIND) < 2:
+        peer = thread()
+        if peer < ctx.world_size and peer != ctx.rank:
+            signal(ctx.pad(peer, block(), ctx.rank), epoch)
 
 
 def send(ctx: Context, epoch: Any, peer: Any, cell: Any, words: Any) -> None:

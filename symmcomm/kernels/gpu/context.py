@@ -43,7 +43,7 @@ class Context:
         return self.base + Int64(peer) * self.stride + Int64(offset)
 
     def neighbour(self, step: Any) -> Any:
-        """The rank ``step`` (0 ≤ step < world_size) after this one, round the ring."""
+        """The rank ``step`` (0 ≤ step ≤ world_size) after this one, round the ring."""
         peer = self.rank + Int32(step)
         return peer - Int32(peer >= Int32(self.world_size)) * Int32(self.world_size)
 

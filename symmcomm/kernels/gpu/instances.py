@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from symmcomm.kernels.gpu.all_gather import AllGatherLL, AllGatherPull, AllGatherPush
-from symmcomm.kernels.gpu.all_reduce import AllReduceTwoShot
+from symmcomm.kernels.gpu.all_reduce import AllReduceOneShot, AllReduceStaged, AllReduceTwoShot
 from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLL, AllReduceLLTwoShot
 from symmcomm.kernels.gpu.all_to_all import AllToAllStaged, AllToAllUneven
 from symmcomm.kernels.gpu.compile import Kernel
@@ -22,7 +22,13 @@ def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, 
             return AllReduceLL(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
         case Algorithm.ll_two_shot:
             return AllReduceLLTwoShot(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
-    return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll)
+        case Algorithm.two_shot:
+            return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll)
+    chunks: dict[str, Any] = {"threads": shape.threads, "vectors": shape.unroll, "chunk_bytes": shape.chunk_bytes}
+    if shape.algorithm is Algorithm.one_shot:
+        return AllReduceOneShot(**reduction, **chunks)
+    paired = shape.algorithm is Algorithm.paired
+    return AllReduceStaged(**reduction, **chunks, symmetric=shape.algorithm is not Algorithm.staged, paired=paired)
 
 
 def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False) -> Kernel:
@@ -33,7 +39,8 @@ def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: i
             return ReduceScatterLL(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
         case Algorithm.pull:
             return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll)
-    return ReduceScatterStaged(**reduction, threads=shape.threads, vectors=shape.unroll, chunk_bytes=shape.chunk_bytes)
+    chunks: dict[str, Any] = {"threads": shape.threads, "vectors": shape.unroll, "chunk_bytes": shape.chunk_bytes}
+    return ReduceScatterStaged(**reduction, **chunks, paired=shape.algorithm is Algorithm.paired)
 
 
 def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False) -> Kernel:
@@ -46,7 +53,10 @@ def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False) 
             return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll)
         case Algorithm.pull:
             return AllGatherPull(world_size=world_size, threads=threads, vectors=unroll)
-    return AllToAllStaged(world_size=world_size, threads=threads, vectors=unroll, chunk_bytes=shape.chunk_bytes)
+    paired = shape.algorithm is Algorithm.paired
+    return AllToAllStaged(
+        world_size=world_size, threads=threads, vectors=unroll, chunk_bytes=shape.chunk_bytes, paired=paired
+    )
 
 
 def all_to_all_uneven(shape: Launch, world_size: int) -> Kernel:

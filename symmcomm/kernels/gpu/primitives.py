@@ -60,11 +60,8 @@ def store(
 
 
 def load_128(address: Any) -> tuple[Any, Any]:
-    """16 bytes by one relaxed access at system scope, as two ``Uint64``; address aligned to 16 bytes.
-
-    Unlike a vector, a ``.b128`` is one value and its access is not divided: 16-byte atomics of the CUDA C++ library
-    stand on that too (the manual's chapter on the memory model speaks of 64 bits).
-    """
+    """16 bytes by one relaxed access at system scope, as two ``Uint64``; address aligned to them. Unlike a vector, a
+    ``.b128`` is one value whose access is not divided, as 16-byte atomics of the CUDA C++ library have it too."""
     code = "{\n.reg .b128 both;\nld.relaxed.sys.global.b128 both, [{$r0}];\nmov.b128 {{$w0}, {$w1}}, both;\n}"
     return tuple(inline_ptx(code, write_only_types=[Uint64, Uint64], read_only_args=[address]))
 
@@ -102,11 +99,6 @@ def exchange(address: Any, value: Any, *, semantics: str, scope: str = "sys") ->
 def reduce_add(address: Any, value: Any, *, semantics: str = "relaxed", scope: str = "sys") -> None:
     """Adds to a 32-bit word; nothing comes back."""
     inline_ptx(f"red.{semantics}.{scope}.global.add.u32 [{{$r0}}], {{$r1}};", read_only_args=[address, Uint32(value)])
-
-
-def fence(semantics: str = "acq_rel", scope: str = "sys") -> None:
-    """Orders this thread's accesses before and after it."""
-    inline_ptx(f"fence.{semantics}.{scope};")
 
 
 def globaltimer() -> Any:

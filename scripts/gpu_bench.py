@@ -67,12 +67,13 @@ SIZES = {
     "all_gather": [8 * KI, 128 * KI, 2 * MI, 32 * MI, 512 * MI],
     "all_to_all": [448 * KI, 3584 * KI, 28 * MI, 112 * MI],
 }
-SWEEP_SIZES = {
-    "all_reduce": [KI, 128 * KI, 512 * KI, MI, 2 * MI, 8 * MI, 32 * MI, 128 * MI],
-    "reduce_scatter": [128 * KI, 2 * MI, 32 * MI],
-    "all_gather": [128 * KI, 2 * MI, 32 * MI, 512 * MI],
-    "all_to_all": [448 * KI, 3584 * KI, 28 * MI, 112 * MI],
-}
+SWEEP = (  # the ones that matter most come first
+    ("all_reduce", MI), ("all_reduce", 512 * KI), ("all_reduce", 2 * MI), ("all_reduce", 128 * KI), ("all_reduce", KI),
+    ("reduce_scatter", 32 * MI), ("all_gather", 32 * MI), ("all_reduce", 32 * MI), ("all_reduce", 128 * MI),
+    ("all_gather", 512 * MI), ("all_to_all", 112 * MI), ("reduce_scatter", 2 * MI), ("all_gather", 2 * MI),
+    ("all_reduce", 8 * MI), ("all_to_all", 3584 * KI), ("all_to_all", 28 * MI), ("reduce_scatter", 128 * KI),
+    ("all_to_all", 448 * KI),
+)  # fmt: skip
 PEERS = ("nccl", "nccl_symm", "torch_two_shot", "torch_one_shot")
 LAUNCH_US, ONE_WAY_US = 0.64, 1.22  # LIMITS.md
 COLUMNS = " ".join(f"{name:>8}" for name in ("ordinary", "nccl", "symm", "two", "one"))
@@ -252,7 +253,9 @@ def sweep(rank: Rank, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sweep_order(arguments: argparse.Namespace) -> list[tuple[str, int]]:
-    return [(name, size) for name in arguments.collectives for size in arguments.sizes or SWEEP_SIZES[name]]
+    if arguments.sizes:
+        return [(name, size) for name in arguments.collectives for size in arguments.sizes]
+    return [pair for pair in SWEEP if pair[0] in arguments.collectives]
 
 
 def link_rate(rank: Rank, rounds: int) -> float:

@@ -19,7 +19,7 @@ from symmcomm.kernels.gpu.compile import architecture, compiled
 from symmcomm.kernels.gpu.copy_engine import AllGatherCopyEngine
 from symmcomm.schedule import select_gpu
 from symmcomm.schedule.dtypes import DType, Op
-from symmcomm.schedule.layout_gpu import LL_CELL_BYTES, NUM_STAGED_CHANNELS, Layout, ll_words
+from symmcomm.schedule.layout_gpu import LL_CELL_BYTES, Layout, ll_words
 from symmcomm.schedule.select_gpu import Algorithm, Launch
 
 Call = Callable[[], object]
@@ -253,34 +253,39 @@ def cases(rank: Rank, collective: str, num_bytes: int, num_sms: int, nccl: Nccl)
 
 def shapes_to_try(collective: str, num_bytes: int, world_size: int, num_sms: int) -> list[Launch]:
     """Every sensible shape of every kernel, of those sizes at which it could be the best."""
-    part = num_bytes // world_size
-    reduces = collective == "all_reduce"
-    found = ll_shapes(num_bytes if reduces else part, world_size, num_sms, Algorithm.ll)
-    if reduces:
+    part, reduces = num_bytes // world_size, collective == "all_reduce"
+    sent = num_bytes if reduces else part
+    found = ll_shapes(sent, world_size, num_sms, Algorithm.ll)
+    if reduces and num_bytes >= 512 << 10:
         found += ll_shapes(part, world_size, num_sms, Algorithm.ll_two_shot)
-    if num_bytes < 256 << 10:
+    if sent < 256 << 10:
         return found
-    direct = {"all_reduce": [Algorithm.two_shot], "reduce_scatter": [Algorithm.pull]}
-    for algorithm in direct.get(collective, [Algorithm.push]):
-        for grid, threads, unroll in ((64, 256, 4), (64, 512, 8), (128, 256, 8), (128, 512, 4), (128, 512, 8)):
-            found.append(Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll))
-    if collective in ("all_gather", "all_to_all") and num_bytes >= 4 << 20:
+    for grid, threads, unroll in ((64, 256, 4), (64, 512, 8), (128, 256, 8), (128, 512, 4), (128, 512, 8)):
+        algorithm = Algorithm.push
+        if reduces or collective == "reduce_scatter":
+            algorithm = Algorithm.two_shot if reduces else Algorithm.pull
+        found.append(Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll))
+    if collective in ("all_gather", "all_to_all") and part >= 8 << 20:
         found.append(Launch(algorithm=Algorithm.copy_engine, grid=1, threads=32, unroll=1))
-    staged = [Algorithm.push, Algorithm.paired, Algorithm.staged] if reduces else [Algorithm.paired, Algorithm.staged]
-    for algorithm in staged:
-        found += chunk_shapes(algorithm, part, world_size)
-    if reduces and num_bytes <= 4 << 20:
+    if reduces and num_bytes <= 2 << 20:
         found += chunk_shapes(Algorithm.one_shot, num_bytes, world_size)
+    if reduces and num_bytes >= 2 << 20:
+        found += chunk_shapes(Algorithm.push, part, world_size) + chunk_shapes(Algorithm.paired, part, world_size)
+    if not reduces or num_bytes == 32 << 20:
+        found += chunk_shapes(Algorithm.staged, part, world_size)
+    if not reduces:
+        found += chunk_shapes(Algorithm.paired, part, world_size)
     return found
 
 
 def ll_shapes(part: int, world_size: int, num_sms: int, algorithm: Algorithm) -> list[Launch]:
-    """LL kernels in one wave, without CTAs that are mostly idle."""
+    """LL kernels in one wave, without those of few CTAs that do much."""
     found, room = [], Layout.create(world_size).ll_slot_bytes // LL_CELL_BYTES
-    for threads in (128, 256, 384, 512, 768, 1024):
-        for unroll in (1, 2, 3, 4):
+    for threads in (128, 256, 384, 512, 1024):
+        for unroll in (1, 2, 3):
             grid = -(-part // (4 * ll_words(2) * threads * unroll))
-            if grid <= num_sms and threads * unroll <= min(room, 2048) and (unroll == 1 or grid >= 40):
+            alone = threads == 128 or grid >= 20
+            if grid <= num_sms and threads * unroll <= room and (unroll == 1 or grid >= 60) and alone:
                 found.append(Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll))
     return found
 
@@ -288,16 +293,16 @@ def ll_shapes(part: int, world_size: int, num_sms: int, algorithm: Algorithm) ->
 def chunk_shapes(algorithm: Algorithm, part: int, world_size: int) -> list[Launch]:
     """Kernels that send parts in chunks: as many chunks as keep half of the CTAs busy, or more."""
     found, slot = [], Layout.create(world_size).staging_slot_bytes
+    sizes = (4 << 10, 8 << 10, 16 << 10) if part <= 4 << 20 else (16 << 10, 32 << 10)
     for threads, grid in ((256, 64), (256, 128), (512, 64), (512, 128), (1024, 128)):
-        for chunk_bytes in (4 << 10, 8 << 10, 16 << 10, 32 << 10):
+        for chunk_bytes in sizes:
             unroll = min(4, chunk_bytes // (16 * threads))
             lanes = grid // 2 if algorithm is Algorithm.paired else grid
-            if unroll and part >> 8 <= lanes * chunk_bytes <= 2 * part and chunk_bytes <= slot:
-                assert grid <= NUM_STAGED_CHANNELS
-                shape = Launch(
-                    algorithm=algorithm, grid=grid, threads=threads, unroll=unroll, chunk_bytes=chunk_bytes
-                )
-                found.append(shape)
+            few = algorithm is Algorithm.paired and grid < 128 and part > 4 << 20
+            if unroll and lanes * chunk_bytes <= 2 * part and chunk_bytes <= slot and not few:
+                shape = (grid, threads, unroll, chunk_bytes)
+                keys = dict(zip(("grid", "threads", "unroll", "chunk_bytes"), shape, strict=True))
+                found.append(Launch(algorithm=algorithm, **keys))
     return found
 
 

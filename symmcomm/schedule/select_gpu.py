@@ -14,6 +14,7 @@ from symmcomm.schedule.layout_gpu import LL_CELL_BYTES, NUM_CHANNELS, NUM_STAGED
 _LL_SHAPES = ((128, 64), (256, 64), (512, 128), (1024, NUM_CHANNELS))  # threads, and CTAs up to which they are used
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (4 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
 _LARGEST_STAGED = (32 << 10, 512)
+_PAIRED_SHAPES = ((8 << 20, 16 << 10, 256),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +24,21 @@ class Thresholds:
 
     Attributes:
         all_reduce_ll_bytes: of the tensor, up to which LL pays in an all-reduce between two ranks.
+        one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not.
+        all_reduce_push_bytes: of the tensor, from which on pushing beats pulling in a two-shot all-reduce.
         ll_bytes: of a part, up to which LL pays in the other calls between two ranks.
         push_bytes: of a part, from which on pushing into symmetric targets beats staging.
         pull_bytes: of a part, from which on pulling from symmetric sources does, in a reduce-scatter.
+        copy_engine_bytes: of a part, from which on the copy engines beat kernels.
     """
 
     all_reduce_ll_bytes: int = 1 << 20
+    one_shot_bytes: int = 1 << 20
+    all_reduce_push_bytes: int = 8 << 20
     ll_bytes: int = 1 << 19
     push_bytes: int = 2 << 20
     pull_bytes: int = 8 << 20
+    copy_engine_bytes: int = 64 << 20
 
 
 DEFAULT = Thresholds()
@@ -119,6 +126,21 @@ def staged_shape(
         threads=threads,
         unroll=max(1, min(most, chunk_bytes // (16 * threads))),
         chunk_bytes=chunk_bytes,
+    )
+
+
+def paired_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType | None = None) -> Launch | None:
+    """A staged kernel whose CTAs work in pairs; None where there are not two SMs."""
+    shapes = [shape for below, *shape in _PAIRED_SHAPES if part_bytes < below]
+    chunk_bytes, threads = shapes[0] if shapes else _LARGEST_STAGED
+    chunk_bytes = min(chunk_bytes, Layout.create(world_size).staging_slot_bytes)
+    lanes = min(NUM_STAGED_CHANNELS // 2, num_sms // 2, max(1, -(-part_bytes // chunk_bytes)))
+    if lanes == 0:
+        return None
+    most = 4 if dtype is None else _unroll(dtype, world_size)
+    unroll = max(1, min(most, chunk_bytes // (16 * threads)))
+    return Launch(
+        algorithm=Algorithm.paired, grid=2 * lanes, threads=threads, unroll=unroll, chunk_bytes=chunk_bytes
     )
 
 

@@ -68,8 +68,9 @@ class Buffers:
             assert bool((raw[self.shift + self.num_bytes :] == POISON).all())
 
 
-ALL_REDUCE = (Algorithm.ll, Algorithm.ll_two_shot, Algorithm.two_shot)
-NEED_SYMMETRIC = (Algorithm.two_shot,)
+CHUNKED = (Algorithm.one_shot, Algorithm.push, Algorithm.paired, Algorithm.staged)
+ALL_REDUCE = (Algorithm.ll, Algorithm.ll_two_shot, Algorithm.two_shot, *CHUNKED)
+NEED_SYMMETRIC = (Algorithm.two_shot, Algorithm.push, Algorithm.paired)
 
 
 def kernel(world: LocalWorld, shape: Launch, dtype: DType, op: Op):  # type: ignore[no-untyped-def]
@@ -90,6 +91,11 @@ def shape_of(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int) 
             shape = select_gpu.ll_shape(num_bytes, size, num_sms, itemsize=dtype.itemsize)
         case Algorithm.ll_two_shot:
             shape = select_gpu.ll_shape(part, size, num_sms, algorithm, dtype.itemsize)
+        case Algorithm.paired:
+            shape = select_gpu.paired_shape(part, size, num_sms, dtype)
+        case Algorithm.push | Algorithm.staged | Algorithm.one_shot:
+            sent = num_bytes if algorithm is Algorithm.one_shot else part
+            shape = select_gpu.staged_shape(sent, size, num_sms, dtype, algorithm)
     return shape or select_gpu.two_shot_shape(num_bytes, dtype, size, num_sms)
 
 
@@ -98,6 +104,8 @@ def arguments(buffers: Buffers, shape: Launch) -> list[tuple[int, ...]]:
     if shape.algorithm is Algorithm.two_shot:
         return [(0, buffers.offset, buffers.count, shape.grid)] * buffers.world.world_size
     addresses = [buffers.tensor(rank).data_ptr() for rank in range(buffers.world.world_size)]
+    if shape.algorithm in (Algorithm.push, Algorithm.paired, Algorithm.staged):
+        return [(address, buffers.count, shape.grid) for address in addresses]
     return [(address, address, buffers.count, shape.grid) for address in addresses]
 
 
@@ -149,6 +157,54 @@ def test_worlds(algorithm: Algorithm, world_size: int, dtype: DType) -> None:
     for count in COUNTS:
         check(algorithm, dtype, Op.sum, world_size, count)
         check(algorithm, dtype, Op.sum, world_size, count, shift=3)
+
+
+@pytest.mark.parametrize("algorithm", CHUNKED, ids=lambda a: a.name)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_many_chunks(algorithm: Algorithm, world_size: int) -> None:
+    shape = Launch(algorithm=algorithm, grid=4, threads=64, unroll=2, chunk_bytes=512)
+    for count in (1, 255, 256, 1024, 4099, 20000, 66666):
+        for shift in (0, 3):
+            check(algorithm, DType.bfloat16, Op.sum, world_size, count, shift=shift, shape=shape)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_launched_early(world_size: int) -> None:
+    """A kernel that takes its place before the last one has ended; all on the device at once, as the grid is small."""
+    from symmcomm.kernels.gpu import instances
+    from symmcomm.kernels.gpu.compile import compiled
+
+    world, count = world_of(world_size), 3000
+    if world.arch_number < 90:
+        pytest.skip("programmatic dependent launch begins with sm_90")
+    shape = Launch(algorithm=Algorithm.ll, grid=8, threads=128, unroll=1)
+    kernel = instances.all_reduce(shape, DType.float32, Op.sum, world_size, world.arch_number, early=True)
+    function = compiled(kernel, world.arch)
+    parts = inputs(DType.float32, Op.sum, world_size, count)
+    buffers, calls = Buffers(world, DType.float32, count, False), 40
+    buffers.fill(parts)
+    torch.cuda.synchronize()
+    for _ in range(calls):
+        for rank, of_rank in enumerate(arguments(buffers, shape)):
+            function(world.base, world.stride, rank, *of_rank, world.streams[rank].cuda_stream)
+    torch.cuda.synchronize()
+    for _ in range(calls):
+        parts = [reduced(parts, DType.float32, Op.sum)] * world_size
+    for rank in range(world_size):
+        assert_same(buffers.tensor(rank).cpu(), parts[0], f"early, rank {rank}")
+
+
+def test_pads_keep_up_with_cells() -> None:
+    """After 2³¹ epochs of LL alone a barrier must not take the words of its pad for new ones."""
+    world = LocalWorld(2, 1 << 20, timeout_s=0.2)
+    world.set_epochs((1 << 20) - 1)
+    shape, buffers = shape_of(world, Algorithm.ll, DType.float32, 8), Buffers(world, DType.float32, 8, False)
+    function = kernel(world, shape, DType.float32, Op.sum)
+    for _ in range(2):
+        world.launch(function, arguments(buffers, shape))
+    for rank in range(2):
+        pad = world.bytes(rank, world.layout.pads + 4 * (1 - rank), 4).view(torch.int32)
+        assert int(pad) == 1 << 20
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -235,7 +291,10 @@ def test_a_missing_peer_is_named(algorithm: Algorithm, world_size: int) -> None:
         record = world.record(rank)
         assert record is not None
         assert (record.rank, record.peer) == (rank, missing)
-        assert record.phase == (Phase.data if algorithm in (Algorithm.ll, Algorithm.ll_two_shot) else Phase.enter)
+        if algorithm is Algorithm.paired:  # one CTA misses the peer's chunk, and one its hello
+            assert record.phase in (Phase.enter, Phase.leave)
+        else:
+            assert record.phase == (Phase.data if algorithm in (Algorithm.ll, Algorithm.ll_two_shot) else Phase.enter)
         assert record.channel < shape.grid
         assert record.seen == 0
     assert float(torch.ones(1000, device="cuda").sum()) == 1000  # the context lives

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from symmcomm.kernels.gpu import instances
-from symmcomm.kernels.gpu.all_reduce import AllReduceStaged
 from symmcomm.kernels.gpu.barrier import Barrier
 from symmcomm.kernels.gpu.compile import architecture, compiled
 from symmcomm.kernels.gpu.copy_engine import AllGatherCopyEngine
@@ -152,8 +151,6 @@ def our_all_reduce(rank: Rank, num_bytes: int, shape: Launch) -> Case:
     arguments = (tensor.data_ptr(), tensor.data_ptr())
     if algorithm is Algorithm.two_shot:
         arguments = (0, rank.data)
-    elif isinstance(kernel, AllReduceStaged):
-        arguments = arguments[:1]
     place = (rank.base, rank.stride, rank.rank)
     call = on_stream(compiled(kernel, arch), *place, *arguments, num_bytes // 2, shape.grid, keep=(tensor,))
     return Case(call, tensor, tensor)

@@ -168,21 +168,24 @@ def direct_shape(
 def choose(
     num_bytes: int, dtype: DType, world_size: int, num_sms: int, symmetric: bool = True, at: Thresholds = DEFAULT
 ) -> Launch:
-    """The all-reduce for tensors of ``num_bytes`` on a device with ``num_sms`` SMs for this rank.
+    """The all-reduce for tensors of ``num_bytes`` on a device with ``num_sms`` SMs for this rank. Unless ``symmetric``,
+    one that takes any tensors.
 
-    LL sends world_size - 1 times the data, twice (flags), but waits once; two-shot sends it twice and waits twice. The
-    latter works on symmetric memory: ordinary tensors, where LL in two shots has no room for them, are copied there.
+    LL sends world_size - 1 times the data, and a third of it as flags, but waits once, and so does one-shot, without
+    flags; two-shot kernels send the data twice and wait twice.
     """
-    if num_bytes * world_size * (world_size - 1) <= 2 * at.all_reduce_ll_bytes:
+    sent, part = num_bytes * (world_size - 1), slice_bytes(num_bytes, world_size)
+    shape: Launch | None = None
+    if sent * world_size <= 2 * at.all_reduce_ll_bytes:
         shape = ll_shape(num_bytes, world_size, num_sms, itemsize=dtype.itemsize)
-        if shape is not None:
-            return shape
-    if not symmetric:
-        part = slice_bytes(num_bytes, world_size)
+    if shape is None and sent <= at.one_shot_bytes:
+        shape = staged_shape(num_bytes, world_size, num_sms, dtype, Algorithm.one_shot)
+    if shape is None and not symmetric:
         shape = ll_shape(part, world_size, num_sms, Algorithm.ll_two_shot, dtype.itemsize)
-        if shape is not None:
-            return shape
-    return two_shot_shape(num_bytes, dtype, world_size, num_sms)
+        shape = shape or staged_shape(part, world_size, num_sms, dtype)
+    if shape is None and num_bytes >= at.all_reduce_push_bytes:
+        shape = staged_shape(part, world_size, num_sms, dtype, Algorithm.push)
+    return shape or two_shot_shape(num_bytes, dtype, world_size, num_sms)
 
 
 def choose_reduce_scatter(

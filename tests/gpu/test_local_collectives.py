@@ -385,8 +385,6 @@ def all_reduce(world: LocalWorld, rng: random.Random, count: int, start: int, se
     address: list[tuple[int, ...]] = [(place.address(rank),) * 2 for rank in range(size)]
     if shape.algorithm is Algorithm.two_shot:
         address = [(0, place.offset)] * size
-    elif shape.algorithm in (Algorithm.push, Algorithm.paired, Algorithm.staged):
-        address = [place[:1] for place in address]
 
     def verify() -> None:
         for rank in range(size):

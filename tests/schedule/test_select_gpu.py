@@ -66,7 +66,7 @@ def test_an_ordinary_tensor_needs_no_heap() -> None:
 
 
 def test_thresholds_move_the_choice() -> None:
-    at = Thresholds(all_reduce_ll_bytes=4096, ll_bytes=2048, push_bytes=1 << 16, pull_bytes=1 << 17)
+    at = Thresholds(all_reduce_ll_bytes=4096, one_shot_bytes=0, ll_bytes=2048, push_bytes=1 << 16, pull_bytes=1 << 17)
     for num_bytes, expected in ((4096, Algorithm.ll), (4097, Algorithm.two_shot)):
         assert choose(num_bytes, DType.float32, 2, 132, True, at).algorithm is expected
     for part, expected in ((2048, Algorithm.ll), (2049, Algorithm.staged), (1 << 16, Algorithm.push)):

@@ -15,9 +15,10 @@ reduces all; a reduce-scatter whose parts are all the same.
 ``staged``), which keeps the result in its own tensor; then the slices go round through a second pipeline, in the same
 chunks, so that a CTA needs no other.
 
-**Push** (symmetric, at the same offset on all ranks): the first half of that, but a rank stores the result into all
-tensors at once: that a peer has pushed a chunk to here says that its tensor's chunk is no longer needed. At the end all
-hear from all that the results are stored. In either pipeline, ``staged`` or ``paired``.
+**Push** (the result symmetric, at the same offset on all ranks): the first half of that, but a rank stores its slice
+of the result into all tensors at once: that a peer has pushed a chunk to here says that it has started the kernel, and
+that this chunk of its tensor is no longer needed. At the end all hear from all that the results are stored. In either
+pipeline, ``staged`` or ``paired``.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Slices:
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceStaged:
-    """The push and staged kernels, in place. Attributes: ``symmetric`` whether the tensors are (push), ``paired``
+    """The push and staged kernels. Attributes: ``symmetric`` whether the result is (push), ``paired``
     whether CTAs work in pairs (push only; their number is even then), ``threads`` a CTA, ``vectors`` of each source a
     thread has in flight, ``chunk_bytes`` of a slice at a time: a multiple of 16, at most the layout's
     ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs."""
@@ -184,32 +185,34 @@ class AllReduceStaged:
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
-        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int32(1))
+        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
 
     @cute.jit
     def __call__(
-        self, base: Int64, stride: Int64, rank: Int32, tensor: Int64, count: Int64, grid: Int32, stream: cuda.CUstream
-    ) -> None:
-        """``tensor``: address of ``count`` elements, in the heap at the same offset on all ranks if ``symmetric``."""
-        kernel = self.kernel(base, stride, rank, tensor, count)
+        self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64, grid: Int32,
+        stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
+        """``source`` and ``result``: addresses of ``count`` elements, which may be the same. If ``symmetric``, the
+        result is in the heap, at the same offset on all ranks."""
+        kernel = self.kernel(base, stride, rank, source, result, count)
         kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, base: Int64, stride: Int64, rank: Int32, tensor: Int64, count: Int64) -> None:
+    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
         total, lane = count * self.dtype.itemsize, lane_of(self.paired, self.chunk_bytes)
         per_rank = slice_bytes(total, self.world_size)
-        slices: dict[str, Any] = {"rank": rank, "tensor": tensor, "num_bytes": per_rank, "total": total}
-        own, own_bytes = Slices(**slices, reduced=True).outgoing(rank)
+        slices: dict[str, Any] = {"rank": rank, "num_bytes": per_rank, "total": total}
+        parts, results = Slices(**slices, tensor=source, reduced=False), Slices(**slices, tensor=result, reduced=True)
+        own, own_bytes = parts.outgoing(rank)
+        target, _ = results.outgoing(rank)
         hops = range(self.world_size if self.symmetric else 1)
+        common: dict[str, Any] = {"ctx": ctx, "lane": lane, "threads": self.threads, "vectors": self.vectors}
         job = ReduceIncoming(
-            ctx=ctx, parts=Slices(**slices, reduced=False), lane=lane, threads=self.threads, vectors=self.vectors,
-            reduction=Reduction(self.dtype, self.op, self.world_size, self.arch), own=own, own_bytes=own_bytes,
-            targets=tuple(own + Int64(ctx.neighbour(hop) - rank) * stride for hop in hops),
+            **common, parts=parts, own=own, own_bytes=own_bytes,
+            reduction=Reduction(self.dtype, self.op, self.world_size, self.arch),
+            targets=tuple(target + Int64(ctx.neighbour(hop) - rank) * stride for hop in hops),
         )  # fmt: skip
-        back = Exchange(
-            ctx=ctx, parts=Slices(**slices, reduced=True), lane=lane, threads=self.threads, vectors=self.vectors
-        )
         in_order, epoch = begin(ctx, block())
         num = lane.num_chunks(per_rank)
         if in_order and num > 0:
@@ -225,6 +228,7 @@ class AllReduceStaged:
                         sync(ctx, block(), epoch + 1, Phase.leave, False)
                     else:
                         cute.arch.sync_threads()  # other threads have reduced what this one sends
+                        back = Exchange(**common, parts=results)
                         start(ctx, epoch, back)
                         proceed(ctx, epoch, num, back)
                 end(ctx, block(), epoch + (Uint32(1) if self.symmetric else Uint32(num)))

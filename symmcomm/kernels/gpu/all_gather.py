@@ -111,12 +111,14 @@ class AllGatherLL:
 @dataclass(frozen=True, kw_only=True)
 class AllGatherPush:
     """The push kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight, ``multimem`` whether the
-    switch distributes; then ``multicast_base`` must be one, and the source pitch 0."""
+    switch distributes; then ``multicast_base`` must be one, and the source pitch 0; ``early`` as in
+    ``context.enter``."""
 
     world_size: int
     threads: int
     vectors: int
     multimem: bool = False
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -131,7 +133,7 @@ class AllGatherPush:
         kernel = self.kernel(
             base, stride, rank, multicast_base, source, source_pitch, target, target_pitch, num_bytes, sender
         )
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(
@@ -139,6 +141,7 @@ class AllGatherPush:
         target: Int64, target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):
@@ -164,11 +167,13 @@ class AllGatherPush:
 
 @dataclass(frozen=True, kw_only=True)
 class AllGatherPull:
-    """The pull kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight."""
+    """The pull kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight; ``early`` as in
+    ``context.enter``."""
 
     world_size: int
     threads: int
     vectors: int
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -181,7 +186,7 @@ class AllGatherPull:
     ) -> None:  # fmt: skip
         """``source``: an offset from the start of each rank's heap; ``target``: an address."""
         kernel = self.kernel(base, stride, rank, source, source_pitch, target, target_pitch, num_bytes, sender)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(
@@ -189,6 +194,7 @@ class AllGatherPull:
         target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):

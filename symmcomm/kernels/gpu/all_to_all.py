@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
+from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
 from symmcomm.kernels.gpu.copy import clip, copy_bytes
 from symmcomm.kernels.gpu.paired import lane_of, transfer
 from symmcomm.kernels.gpu.primitives import complain, load, pick, store
@@ -123,7 +123,8 @@ class AllToAllStaged:
 
     Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight, ``chunk_bytes`` of a part at a time: a multiple
     of 16, at most the layout's ``staging_slot_bytes``; ``paired`` whether CTAs work in pairs (see ``paired``), then
-    their number is even, and nothing may be written that is sent. At most NUM_STAGED_CHANNELS CTAs.
+    their number is even, and nothing may be written that is sent; ``early`` as in ``context.enter``. At most
+    NUM_STAGED_CHANNELS CTAs.
     """
 
     world_size: int
@@ -131,6 +132,7 @@ class AllToAllStaged:
     vectors: int
     chunk_bytes: int
     paired: bool = False
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -143,7 +145,7 @@ class AllToAllStaged:
     ) -> None:  # fmt: skip
         """``source`` and ``target``: addresses; pitches and ``num_bytes`` (of one part, not 0) in bytes."""
         kernel = self.kernel(base, stride, rank, source, source_pitch, target, target_pitch, num_bytes, sender)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(
@@ -151,6 +153,7 @@ class AllToAllStaged:
         target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         parts = Parts(
             rank=rank, source=source, source_pitch=source_pitch, target=target, target_pitch=target_pitch,
             num_bytes=num_bytes, sender=sender,

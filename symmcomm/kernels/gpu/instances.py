@@ -23,8 +23,8 @@ def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, 
         case Algorithm.ll_two_shot:
             return AllReduceLLTwoShot(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
         case Algorithm.two_shot:
-            return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll)
-    chunks: dict[str, Any] = {"threads": shape.threads, "vectors": shape.unroll, "chunk_bytes": shape.chunk_bytes}
+            return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll, early=early)
+    chunks = _chunks(shape, early)
     if shape.algorithm is Algorithm.one_shot:
         return AllReduceOneShot(**reduction, **chunks)
     paired = shape.algorithm is Algorithm.paired
@@ -38,8 +38,8 @@ def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: i
         case Algorithm.ll:
             return ReduceScatterLL(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
         case Algorithm.pull:
-            return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll)
-    chunks: dict[str, Any] = {"threads": shape.threads, "vectors": shape.unroll, "chunk_bytes": shape.chunk_bytes}
+            return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll, early=early)
+    chunks = _chunks(shape, early)
     return ReduceScatterStaged(**reduction, **chunks, paired=shape.algorithm is Algorithm.paired)
 
 
@@ -50,13 +50,11 @@ def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False) 
         case Algorithm.ll:
             return AllGatherLL(world_size=world_size, same=same, threads=threads, cells=unroll, early=early)
         case Algorithm.push:
-            return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll)
+            return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll, early=early)
         case Algorithm.pull:
-            return AllGatherPull(world_size=world_size, threads=threads, vectors=unroll)
+            return AllGatherPull(world_size=world_size, threads=threads, vectors=unroll, early=early)
     paired = shape.algorithm is Algorithm.paired
-    return AllToAllStaged(
-        world_size=world_size, threads=threads, vectors=unroll, chunk_bytes=shape.chunk_bytes, paired=paired
-    )
+    return AllToAllStaged(world_size=world_size, **_chunks(shape, early), paired=paired)
 
 
 def all_to_all_uneven(shape: Launch, world_size: int) -> Kernel:
@@ -64,3 +62,7 @@ def all_to_all_uneven(shape: Launch, world_size: int) -> Kernel:
     return AllToAllUneven(
         world_size=world_size, threads=shape.threads, vectors=shape.unroll, chunk_bytes=shape.chunk_bytes
     )
+
+
+def _chunks(shape: Launch, early: bool) -> dict[str, Any]:
+    return {"threads": shape.threads, "vectors": shape.unroll, "chunk_bytes": shape.chunk_bytes, "early": early}

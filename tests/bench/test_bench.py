@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from symmcomm.bench import timing
 from symmcomm.bench.case import Collective, cases
+from symmcomm.bench.method import Device, Method
 from symmcomm.bench.mpi_installations import find_mpis
 from symmcomm.bench.run import PEERS, start_teams
 from symmcomm.bench.team import SpawnedTeam, TeamError
@@ -23,7 +24,7 @@ from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.testing.spawn import launch_command
 
 WORLD = 3
-INSTALLED = [peer for peer in PEERS if peer == "gloo" or peer in find_mpis()]
+INSTALLED = [peer for peer in PEERS[Device.cpu] if peer == "gloo" or peer in find_mpis()]
 REDUCTIONS = [(DType.bfloat16, Op.sum), (DType.int32, Op.max), (DType.bool, Op.bxor), (DType.float16, Op.avg)]
 
 
@@ -38,7 +39,7 @@ def teams() -> Iterator[list[SpawnedTeam]]:
 
 @pytest.fixture(autouse=True)
 def _short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "ROUND_S", 0.002)
+    monkeypatch.setattr(Method, "round_s", 0.002)
 
 
 @pytest.mark.parametrize("collective", Collective)

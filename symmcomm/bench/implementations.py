@@ -91,11 +91,12 @@ class Symm(Implementation):
         """See Implementation."""
         if not self._symmetric:
             return ordinary()
-        return Buffers.allocate(case, self._comm.rank, partial(self._empty, case.numel))
+        return Buffers.allocate(case, self._comm.rank, partial(self._empty, case))
 
-    def _empty(self, most: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def _empty(self, case: Case, numel: int, dtype: torch.dtype) -> Tensor:
         device = self._comm.gpu.device if self._comm.gpu is not None else None
-        self._owned.append(self._comm.empty(most, dtype=dtype, device=device))  # the same size on every rank
+        same = case.collective not in (Collective.gather, Collective.scatter)  # where the root's part is larger
+        self._owned.append(self._comm.empty(numel if same else case.numel, dtype=dtype, device=device))
         return self._owned[-1][:numel]
 
     def release(self) -> None:

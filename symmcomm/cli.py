@@ -134,14 +134,14 @@ Peers = Annotated[
 ]
 Rounds = Annotated[
     int | None,
-    typer.Option("--rounds", callback=_check_rounds, help="The median counts. [default: 5 on CPUs, 20 on GPUs]"),
+    typer.Option("--rounds", callback=_check_rounds, help="The median counts. Default: 5 on CPUs, 20 on GPUs."),
 ]
 OnDevice = Annotated[
-    Device | None, typer.Option("--device", help="[default: cuda where there are two GPUs or more, else cpu]")
+    Device | None, typer.Option("--device", help="Default: cuda where there are two GPUs or more.")
 ]
 Timed = Annotated[
     Timing | None,
-    typer.Option("--timing", help="On GPUs: calls in a CUDA graph, or made by the host. [default: graph]"),
+    typer.Option("--timing", help="On GPUs: calls in a CUDA graph, or made by the host. Default: graph."),
 ]
 ColdL2 = Annotated[bool, typer.Option("--cold-l2", help="On GPUs: flush the L2 cache before every call.")]
 ShareGpu = Annotated[bool, typer.Option("--share-gpu", help="Let several ranks use one GPU.")]
@@ -302,13 +302,22 @@ def _write(report: Report, first: Case, json_file: Path | None, plot_file: Path 
 @app.command()
 def doctor(
     nproc: Nproc = None,
+    device: OnDevice = None,
+    share_gpu: ShareGpu = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Says what was found, which paths are possible, and why the others are not.
 
     With --nproc, also starts ranks and lets them reduce; exit code 1 if they do not agree.
     """
-    diagnosis = doctors.examine(nproc)
+    machine = find_gpus()
+    try:
+        method = choose(machine, device, None, False, share_gpu, 0)
+        if nproc and method.device is Device.cuda:
+            num_ranks(method, machine, nproc, None)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="options") from None
+    diagnosis = doctors.examine(nproc, method)
     if as_json:
         print(json.dumps(diagnosis.to_json(), indent=1))
     else:

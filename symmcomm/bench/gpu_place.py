@@ -87,7 +87,9 @@ class GpuPlace:
         ranks = torch.full((1000,), float(self._relay.rank), device=self.device)
         self.run([partial(self.comm.all_reduce, ranks)])
         total = sum(range(self._relay.world_size))
-        return {"bootstrap": self.comm.bootstrap_name, "right": bool((ranks == total).all())} | gpu_facts(self.device)
+        right = bool((ranks == total).all())
+        path = self.gpu.choice.provider
+        return {"bootstrap": self.comm.bootstrap_name, "right": right, "path": path} | gpu_facts(self.device)
 
     def limits(self) -> Answer:
         """See Place."""

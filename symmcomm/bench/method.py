@@ -8,6 +8,9 @@ from enum import StrEnum
 
 from symmcomm.errors import ArgumentError
 
+FEWEST = 3
+"""Calls of a round."""
+
 
 class Device(StrEnum):
     """Where the tensors are."""
@@ -46,12 +49,15 @@ class Method:
             return 0.02
         return 0.001 if self.timing is Timing.graph else 0.005
 
-    @property
-    def iterations(self) -> tuple[int, int]:
-        """The fewest and the most calls of a round. A GPU's queue must hold them all: the host would wait, else."""
+    def calls(self, seconds: float) -> int:
+        """Calls of that length which fill a round, FEWEST at least. Graphs come in few sizes, as each is captured anew;
+        of eager calls a GPU's queue must hold them all, or the host would wait."""
+        wanted = int(self.round_s / max(seconds, 1e-9))
         if self.device is Device.cpu:
-            return 3, 50_000
-        return (3, 50) if self.timing is Timing.graph else (3, 300)
+            return min(max(wanted, FEWEST), 50_000)
+        if self.timing is Timing.eager:
+            return min(max(wanted, FEWEST), 300)
+        return next((calls for calls in (50, 10) if calls <= wanted), FEWEST)
 
     @property
     def rounds(self) -> int:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from symmcomm.bench.case import Case, Collective
-from symmcomm.bench.method import ON_CPUS, Method
+from symmcomm.bench.method import FEWEST, ON_CPUS, Method
 from symmcomm.bench.team import Team
 from symmcomm.bench.timer import Answer
 
@@ -127,11 +127,9 @@ def _left_early(answers: Sequence[Answer]) -> int:
 
 def _iterations(team: Team, name: str, method: Method) -> int:
     """Calls that fill a round. The first estimate holds what comes once: page faults, connections."""
-    fewest, most = method.iterations
-    iterations = fewest
+    iterations = FEWEST
     for _ in range(2):
-        seconds = max(_round(team, name, iterations)["seconds"], 1e-9)
-        iterations = min(max(int(method.round_s / seconds), fewest), most)
+        iterations = method.calls(_round(team, name, iterations)["seconds"])
     return iterations
 
 

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import partial
 from math import prod
+from types import SimpleNamespace
 from typing import cast
 
 import torch
@@ -25,6 +26,7 @@ from symmcomm.env import Settings
 from symmcomm.errors import PeerTimeoutError
 from symmcomm.kernels.gpu.barrier import Barrier
 from symmcomm.kernels.gpu.compile import compiled
+from symmcomm.memory.heap import SymmetricHeap
 from symmcomm.schedule import select_gpu
 from symmcomm.schedule.layout_gpu import MessageLayout
 from symmcomm.testing.local_world import LocalWorld
@@ -40,6 +42,7 @@ class VirtualRank(GpuCollectives):
     def __init__(self, world: LocalWorld, rank: int, device: torch.device, staging_bytes: int) -> None:
         self.world, self.rank, self.world_size, self.device = world, rank, world.world_size, device
         self.gpu, self.ordinal = self, device.index
+        self.heap = cast(SymmetricHeap, SimpleNamespace(own_address=world.base + rank * world.stride))
         self.base, self.stride, self.layout = world.base, world.stride, world.layout
         self.num_sms, self.arch, self.arch_number = world.num_sms, world.arch, world.arch_number
         self.table = MessageLayout.create(world.world_size).end

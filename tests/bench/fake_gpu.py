@@ -72,7 +72,8 @@ class FakeTorch:
     """torch, but for its GPUs."""
 
     cuda = SimpleNamespace(
-        CUDAGraph=FakeGraph, Event=lambda enable_timing: FakeEvent(), Stream=lambda device: SimpleNamespace(device=device),
+        CUDAGraph=FakeGraph, Event=lambda enable_timing: FakeEvent(),
+        Stream=lambda device: SimpleNamespace(device=device),
         _sleep=lambda cycles: None, device_count=lambda: 1, get_device_properties=lambda device: PROPERTIES,
         graph=_as_it_is, nccl=SimpleNamespace(version=lambda: (2, 28, 9)), set_device=lambda device: None,
         set_stream=lambda stream: None, stream=_as_it_is, synchronize=lambda: None,

@@ -28,7 +28,7 @@ from symmcomm.collectives.mismatch import explain
 from symmcomm.collectives.point_to_point import recv, send
 from symmcomm.collectives.reduce_scatter import reduce_scatter_tensor
 from symmcomm.collectives.signals import swap_barrier, swap_signal
-from symmcomm.collectives.symmetric import empty, free, is_symmetric, locate, rendezvous
+from symmcomm.collectives.symmetric import empty, free, is_symmetric, locate, pool, register, rendezvous
 from symmcomm.env import Settings
 from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, MismatchError
 from symmcomm.kernels import cpu
@@ -83,6 +83,8 @@ class Communicator:
     free = free
     is_symmetric = is_symmetric
     rendezvous = rendezvous
+    register = register
+    pool = pool
     locate = locate
     swap_barrier = swap_barrier
     swap_signal = swap_signal

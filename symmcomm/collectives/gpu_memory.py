@@ -6,7 +6,8 @@ to wait for outside of it: whoever replays a graph orders it with other calls of
 
 **Failure.** A kernel whose wait passes its deadline leaves a record in pinned host memory; later kernels return at
 once. Each launch first looks at that record: one load. ``check`` raises what it stands for, and the communicator is
-finished, on the host too, so that the peers' waits there end. The CUDA context is not affected.
+finished, on the host too, so that the peers' waits there end. The CUDA context is not affected. ``gpu_alarm`` sees to
+it that nobody waits until the deadline for a rank whose process is gone.
 
 **What counts as symmetric.** A kernel that works in place needs the tensor at the same offset on all ranks, which one
 rank cannot see. So only ranges that all ranks know of count: what ``empty`` returned, whole, and what has been through
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from symmcomm.collectives.arguments import check_tensor
+from symmcomm.collectives.gpu_alarm import Alarm
 from symmcomm.errors import ArgumentError, ClosedError, DeviceError, MismatchError, PeerTimeoutError
 from symmcomm.memory.cuda_driver import CudaDevice, capturing
 from symmcomm.memory.cuda_ipc import IpcProvider
@@ -111,11 +113,12 @@ class GpuMemory:
         self._compiled = compiled
         self.table = MessageLayout.create(self.world_size).end
         self._scratch = -(-(self.table + self.world_size * _ROW_BYTES) // 4096) * 4096
+        self.cuda_device = CudaDevice(fact.ordinal)
         self.scratch_bytes = max(comm.settings.gpu_staging_bytes, _LEAST_SCRATCH)
         exchange = DescriptorExchange(self.rank, self.world_size, comm.all_gather_bytes, self.timeout_s)
         self.heap = SymmetricHeap(
             self.rank, self.world_size, self._scratch + self.scratch_bytes, comm.settings.heap_max_bytes, exchange,
-            provider=_provider(CudaDevice(fact.ordinal), choice), agree=comm.all_gather_bytes,
+            provider=_provider(self.cuda_device, choice), agree=comm.all_gather_bytes,
         )  # fmt: skip
         self.base, self.stride = self.heap.base, self.heap.stride
         self._symmetric: set[tuple[int, int]] = set()
@@ -136,6 +139,9 @@ class GpuMemory:
             self.staging: torch.Tensor | None = self.heap.tensor(self.rank, self._scratch, self.scratch_bytes)
             torch.cuda.synchronize(self.device)
         self._word = ctypes.c_uint32.from_address(self._record.data_ptr())
+        watch = self.comm.watch
+        deadline, keeps = self.heap.own_address + at.TIMEOUT_NS, (self.comm.heap, self.heap)
+        self._alarm = Alarm(self.rank, watch.pids, watch.pages, self.cuda_device, deadline, keeps)
         self.comm.all_gather_bytes(b"the heap is ready")
 
     # Places in the heap.
@@ -289,6 +295,7 @@ class GpuMemory:
         if isinstance(self._failure, ClosedError):
             return
         torch.cuda.synchronize(self.device)
+        self._alarm.close()
         self.stop(ClosedError("the communicator is closed"))
         self._state = self.staging = None
         self.heap.close(self.comm.all_gather_bytes if agree else None)

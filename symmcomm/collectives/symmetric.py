@@ -10,10 +10,13 @@ import torch
 
 from symmcomm.collectives.arguments import check_dense, check_tensor, gpu_of
 from symmcomm.errors import ArgumentError, DTypeError, MismatchError
+from symmcomm.memory.cuda_ipc import RegisteredMemory
+from symmcomm.memory.cuda_ipc import register as register_memory
 from symmcomm.memory.handle import SymmetricHandle
 
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
+    from symmcomm.memory.pool import SymmetricPool
 
 _NOT_SYMMETRIC = "tensor is not symmetric: it does not come from empty() of this communicator"
 
@@ -99,6 +102,33 @@ def rendezvous(self: Communicator, tensor: torch.Tensor) -> SymmetricHandle:
         return SymmetricHandle(self, offset, tensor.nbytes)
     gpu.add_symmetric(offset, tensor.nbytes)
     return SymmetricHandle(gpu, offset, tensor.nbytes)
+
+
+def register(self: Communicator, tensor: torch.Tensor) -> RegisteredMemory:
+    """Collective. Makes each rank's tensor on the GPU, which another library allocated, reachable by all ranks through
+    ``buffer_ptrs`` and ``get_buffer``. It does not become part of the heap: collectives treat it as any other.
+
+    Call ``close(comm.all_gather_bytes)`` of what is returned when done.
+
+    Raises:
+        ArgumentError, MismatchError, ExchangeError: see ``memory.cuda_ipc.register``.
+    """
+    self.check_open()
+    gpu = gpu_of(self, tensor, "tensor")
+    if gpu is None:
+        raise ArgumentError("tensor must be on a GPU: memory of the host cannot be registered")
+    return register_memory(gpu.cuda_device, self.rank, tensor, self.all_gather_bytes)
+
+
+def pool(self: Communicator, num_bytes: int) -> SymmetricPool:
+    """Collective. A ``torch.cuda.MemPool`` on ``num_bytes`` of the GPU's symmetric heap: tensors that all ranks make in
+    it, alike, lie at the same offsets. ``rendezvous`` checks that, and lets collectives work on them in place.
+
+    After its ``close``, ``free(pool.memory)`` returns the memory.
+    """
+    from symmcomm.memory.pool import SymmetricPool
+
+    return SymmetricPool(self.empty(num_bytes, dtype=torch.uint8, device="cuda"))
 
 
 def locate(self: Communicator, tensor: torch.Tensor) -> tuple[int, int]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from symmcomm.bench.case import Case, Collective
+from symmcomm.bench.implementations import Buffers
 from symmcomm.bench.method import Device, Method, Timing
+from symmcomm.errors import PeerTimeoutError
 from symmcomm.schedule.dtypes import DType, Op
+from symmcomm.schedule.layout_gpu import Layout
 
 pytest.importorskip("cutlass")
 
@@ -27,6 +33,10 @@ METHODS = [
 
 def case(collective: Collective = Collective.all_reduce, size_bytes: int = 4096) -> Case:
     return Case(collective=collective, size_bytes=size_bytes, dtype=DType.bfloat16, op=Op.sum, world_size=1)
+
+
+def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype)
 
 
 @pytest.fixture
@@ -101,3 +111,41 @@ def test_an_error_of_a_peer_is_a_refusal_and_an_error_of_ours_is_none(
     with pytest.raises(RuntimeError, match="unhandled"):
         ranks.ask(prepare | {"implementation": "symm"})
     made[0].close()
+
+
+def test_a_virtual_rank_has_what_the_calls_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything up to the launch, on memory of the CPU."""
+    from symmcomm.bench import virtual_place
+    from symmcomm.bench.virtual_place import VirtualRank, VirtualSymm, reserved
+
+    launched: list[tuple[int, ...]] = []
+    monkeypatch.setattr(virtual_place, "compiled", lambda kernel, arch: lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(VirtualRank, "run", lambda self, function, *arguments: function(*arguments))
+    monkeypatch.setattr(VirtualRank, "follow_stream", lambda self: 0)
+    staging, stride = 8 << 20, reserved(2, 8 << 20) + (8 << 20)
+    memory = torch.zeros(2 * stride, dtype=torch.uint8)
+    world = SimpleNamespace(
+        world_size=2, base=memory.data_ptr(), stride=stride, layout=Layout.create(2), num_sms=66, arch="sm_90a",
+        arch_number=90, records=torch.zeros(2, 8, dtype=torch.int32),
+        bytes=lambda rank, offset, count: memory[rank * stride + offset :][:count],
+    )  # fmt: skip
+    world.record = lambda rank: "a record"
+    rank = VirtualRank(world, 1, torch.device("cpu"), staging)  # type: ignore[arg-type]
+    rank.ordinal = torch.zeros(1).get_device()
+    for symmetric in (False, True):
+        symm = VirtualSymm(rank, symmetric)
+        for collective in sorted({*Collective} - {Collective.barrier}):
+            for size_bytes in (1 << 10, 2 << 20):
+                of_case = replace(case(collective, size_bytes), world_size=2)
+                assert symm.refusal(of_case) is None
+                buffers = symm.buffers(of_case, lambda of=of_case: Buffers.allocate(of, 1, zeros))
+                if symmetric and collective not in (Collective.gather, Collective.scatter):
+                    assert rank.symmetric_offset(buffers.input) >= 0
+                launched.clear()
+                symm.call(of_case, buffers)()
+                assert launched, (collective, size_bytes)
+                symm.release()
+    assert "do not fit into a virtual rank" in (symm.refusal(case(size_bytes=1 << 30)) or "")
+    world.records[1][0] = 1
+    with pytest.raises(PeerTimeoutError, match="virtual rank 1"):
+        rank.check()

@@ -129,16 +129,9 @@ class Communicator:
         """Lays out the fields and scratch tables that kernels read (``kernels.cpu.context``)."""
         layout, world_size = self.layout, self.world_size
         tables = (
-            c.PIDS,
-            c.ADDRESSES,
-            c.SOURCES,
-            c.TARGETS,
-            c.CHUNKS_SENT,
-            c.CHUNKS_TAKEN,
-            c.EXPECTED,
-            c.INCOMING,
+            c.PIDS, c.ADDRESSES, c.SOURCES, c.TARGETS, c.CHUNKS_SENT, c.CHUNKS_TAKEN, c.EXPECTED, c.INCOMING,
             c.OUTGOING,
-        )
+        )  # fmt: skip
         sizes = [2 * world_size if table in (c.INCOMING, c.OUTGOING) else world_size for table in tables]
         context = np.zeros(c.NUM_FIELDS + c.TILE_ELEMENTS + sum(sizes), dtype=np.int64)
         self._context, self.ctx = context, context.ctypes.data
@@ -227,21 +220,23 @@ class Communicator:
             return
         if state == c.IN_CALL:  # on another thread, which would find its memory gone
             self.fail(c.REFUSED)
-        try:
+        with contextlib.ExitStack() as steps:  # taken in the end, the last one first, whatever fails
+            steps.callback(self._close_host)
+            if self.gpu is not None:
+                steps.callback(self.gpu.close, wait)
             if state == c.OPEN and wait:
+                steps.callback(self.barrier)
                 if self.gpu is not None:
                     self.gpu.synchronize()
-                self.barrier()
-        finally:
-            if self.gpu is not None:
-                self.gpu.close(wait and self.field(c.STATE) == c.OPEN)
-            self._context[c.STATE] = c.CLOSED
-            self.heap_bytes = 0
-            if self._failure is None:
-                self._pages[self.rank].stop(Report(Fate.CLOSED, -1, 0, ""))
-            self.watch.close()
-            self.heap.close()
-            _open.discard(self)
+
+    def _close_host(self) -> None:
+        self._context[c.STATE] = c.CLOSED
+        self.heap_bytes = 0
+        if self._failure is None:
+            self._pages[self.rank].stop(Report(Fate.CLOSED, -1, 0, ""))
+        self.watch.close()
+        self.heap.close()
+        _open.discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -294,9 +289,14 @@ class Communicator:
         """A field of the kernels' context (``kernels.cpu.context``)."""
         return int(self._context[number])
 
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be made."""
+        return bool(self._context[c.STATE] == c.OPEN)
+
     def check_open(self) -> None:
         """Raises unless calls can be made."""
-        if self._context[c.STATE] != c.OPEN:
+        if not self.is_open:
             self.fail(c.REFUSED)
 
     def fail(self, status: int) -> NoReturn:

@@ -98,6 +98,12 @@ class Settings:
         "GPU memory per rank through which ordinary tensors pass where a call works on symmetric ones",
     )
     share_gpu: bool = _variable("SYMMCOMM_SHARE_GPU", _parse_bool, False, "1 lets several ranks use one GPU")
+    tuning: str = _variable(
+        "SYMMCOMM_TUNING",
+        str,
+        "~/.cache/symmcomm/tuning.json",
+        "table of sizes at which GPU kernels change, written by symmcomm tune",
+    )
     disable_multicast: bool = _variable(
         "SYMMCOMM_DISABLE_MULTICAST", _parse_bool, False, "1 forbids NVLink multicast, whatever the hardware says"
     )

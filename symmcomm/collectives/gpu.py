@@ -77,22 +77,14 @@ class GpuCollectives(GpuMemory):
             return lambda tensor: self.check()
         num_bytes = count * dtype.itemsize
         ordinary, symmetric = (self.choose_all_reduce(num_bytes, dtype, each) for each in (False, True))
-        if ordinary.algorithm is Algorithm.two_shot:
-            outside: Call = lambda tensor: self._reduce_in_chunks(tensor, dtype, op, True)
+        if ordinary.algorithm is not Algorithm.two_shot:
+            outside = self._direct(ordinary, dtype, op, count)
+            if symmetric == ordinary:
+                return outside
         else:
-            outside = self._in_cells(ordinary, dtype, op, count)
-        if symmetric.algorithm is not Algorithm.two_shot:
-            return outside
-        two_shot, run = self.compiled(self.kernel_of_all_reduce(symmetric, dtype, op)), self.run
-
-        def call(tensor: torch.Tensor) -> None:
-            offset = self.symmetric_offset(tensor)
-            if offset < 0:
-                outside(tensor)
-            else:
-                run(two_shot, 0, offset, count, symmetric.grid)
-
-        return call
+            outside = lambda tensor: self._reduce_in_chunks(tensor, dtype, op, True)
+        inside = self._direct(symmetric, dtype, op, count)
+        return lambda tensor: (outside if self.symmetric_offset(tensor) < 0 else inside)(tensor)
 
     def choose_all_reduce(self, num_bytes: int, dtype: DType, symmetric: bool) -> select_gpu.Launch:
         """The shape of an all-reduce on this world."""
@@ -102,9 +94,12 @@ class GpuCollectives(GpuMemory):
         """Its kernel."""
         return instances.all_reduce(shape, dtype, op, self.world_size, self.arch_number)
 
-    def _in_cells(self, shape: select_gpu.Launch, dtype: DType, op: Op, count: int, keeps: bool = True) -> Call:
-        """An LL kernel on any tensor. Unless it ``keeps`` the result, that goes to staging memory and is forgotten."""
+    def _direct(self, shape: select_gpu.Launch, dtype: DType, op: Op, count: int, keeps: bool = True) -> Call:
+        """One kernel, in place. Unless it ``keeps`` the result, that goes elsewhere and is forgotten."""
         function, run, grid = self.compiled(self.kernel_of_all_reduce(shape, dtype, op)), self.run, shape.grid
+        own = self.heap.own_address
+        if shape.algorithm is Algorithm.two_shot:  # takes an offset
+            return lambda tensor: run(function, 0, tensor.data_ptr() - own, count, grid)
         if keeps:
 
             def call(tensor: torch.Tensor) -> None:
@@ -112,8 +107,10 @@ class GpuCollectives(GpuMemory):
                 run(function, address, address, count, grid)
 
             return call
-        nowhere = self.heap.own_address + self.scratch(count * dtype.itemsize)
-        return lambda tensor: run(function, tensor.data_ptr(), nowhere, count, grid)
+        if (num_bytes := count * dtype.itemsize) <= self.scratch_bytes:
+            nowhere = own + self.scratch(num_bytes)
+            return lambda tensor: run(function, tensor.data_ptr(), nowhere, count, grid)
+        return lambda tensor: run(function, tensor.data_ptr(), torch.empty_like(tensor).data_ptr(), count, grid)
 
     def _reduce_in_chunks(self, tensor: torch.Tensor, dtype: DType, op: Op, keeps: bool) -> None:
         """All-reduce by copies in staging memory. The kernel ends when all ranks are done with all copies."""
@@ -145,7 +142,7 @@ class GpuCollectives(GpuMemory):
         shape = self.choose_all_reduce(count * dtype.itemsize, dtype, False)
         if shape.algorithm is Algorithm.two_shot:
             return lambda tensor: self._reduce_in_chunks(tensor, dtype, op, keeps)
-        return self._in_cells(shape, dtype, op, count, keeps)
+        return self._direct(shape, dtype, op, count, keeps)
 
     def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, op: object = "sum") -> None:
         """Leaves part ``rank`` of the reduction of all inputs in ``output``, which may be that part of ``input``.

@@ -18,8 +18,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +40,9 @@ from symmcomm.probe_gpu import probe_facts
 from symmcomm.schedule import layout_gpu as at
 from symmcomm.schedule import select_gpu
 from symmcomm.schedule.layout_gpu import Layout, MessageLayout, Phase, Record
+from symmcomm.schedule.select_gpu import Thresholds
 from symmcomm.schedule.topology_gpu import Attempt, Choice, GpuFacts, decide_devices, decide_provider
+from symmcomm.schedule.tuning_gpu import World, lookup
 
 if TYPE_CHECKING:
     from symmcomm.collectives.gpu import GpuCollectives
@@ -125,9 +130,35 @@ class GpuMemory:
         self._stream = -1  # of the last call
         self._last: torch.cuda.Stream | None = None
         self._calls: dict[tuple[object, ...], Callable[..., None]] = {}  # prepared, by what all ranks know alike
-        self.thresholds = select_gpu.DEFAULT
+        self.thresholds = self._read_thresholds()
         self._failure: BaseException | None = None
         self._fill_state()
+
+    @property
+    def world(self) -> World:
+        """What measured thresholds must have been measured on."""
+        return World(gpu=self.facts[self.rank].name, world_size=self.world_size, num_sms=self.num_sms)
+
+    def _read_thresholds(self) -> Thresholds:
+        """Collective. From the table of SYMMCOMM_TUNING; the same on all ranks, or MismatchError."""
+        path, error, found = Path(self.comm.settings.tuning).expanduser(), "", select_gpu.DEFAULT
+        try:
+            found = lookup(path.read_text() if path.is_file() else "", self.world)
+        except (ArgumentError, OSError) as reason:
+            error = f"SYMMCOMM_TUNING={path}: {reason}"
+        own = json.dumps([error, asdict(found)])
+        for peer, answer in enumerate(self.comm.all_gather_bytes(own.encode())):
+            if json.loads(answer)[0]:
+                raise ArgumentError(json.loads(answer)[0])
+            if answer.decode() != own:
+                theirs = json.loads(answer)[1]
+                raise MismatchError(f"SYMMCOMM_TUNING: {found} on rank {self.rank}, {theirs} on rank {peer}")
+        return found
+
+    def set_thresholds(self, thresholds: Thresholds) -> None:
+        """Chooses kernels by other sizes from now on; on all ranks alike."""
+        self.thresholds = thresholds
+        self._calls.clear()
 
     def _fill_state(self) -> None:
         """Writes the private fields (``schedule.layout_gpu``) before any rank launches."""
@@ -238,7 +269,8 @@ class GpuMemory:
         try:
             yield
         finally:
-            self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(self.timeout_s * 1e9),))
+            if not self._word.value:  # else nothing is launched any more
+                self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(self.timeout_s * 1e9),))
 
     # What became of them.
 
@@ -290,15 +322,19 @@ class GpuMemory:
 
     # Life.
 
-    def close(self, agree: bool) -> None:
-        """Gives the memory back, once the device is done. Collective if ``agree``; see ``Communicator.close``."""
+    def close(self, wait: bool) -> None:
+        """Gives the memory back, once the device is done. Collective if ``wait`` and nothing failed; see
+        ``Communicator.close``."""
         if isinstance(self._failure, ClosedError):
             return
-        torch.cuda.synchronize(self.device)
-        self._alarm.close()
-        self.stop(ClosedError("the communicator is closed"))
-        self._state = self.staging = None
-        self.heap.close(self.comm.all_gather_bytes if agree else None)
+        agree = self.comm.all_gather_bytes if wait and self._failure is None and self.comm.is_open else None
+        try:
+            torch.cuda.synchronize(self.device)
+        finally:
+            self._alarm.close()
+            self.stop(ClosedError("the communicator is closed"))
+            self._state = self.staging = None
+            self.heap.close(agree)
 
     def leave_to_parent(self) -> None:
         """In a forked child: refuses calls, and touches nothing of the parent's."""

@@ -40,7 +40,7 @@ class VirtualRank(GpuCollectives):
     from the bottom up, and given back all at once."""
 
     def __init__(self, world: LocalWorld, rank: int, device: torch.device, staging_bytes: int) -> None:
-        self.world, self.rank, self.world_size, self.device = world, rank, world.world_size, device
+        self.local, self.rank, self.world_size, self.device = world, rank, world.world_size, device
         self.gpu, self.ordinal = self, device.index
         self.heap = cast(SymmetricHeap, SimpleNamespace(own_address=world.base + rank * world.stride))
         self.base, self.stride, self.layout = world.base, world.stride, world.layout
@@ -63,7 +63,7 @@ class VirtualRank(GpuCollectives):
     def check(self) -> None:
         """Raises PeerTimeoutError if a wait gave up."""
         if self._word.value:
-            raise PeerTimeoutError(f"virtual rank {self.rank}: {self.world.record(self.rank)}", self.rank)
+            raise PeerTimeoutError(f"virtual rank {self.rank}: {self.local.record(self.rank)}", self.rank)
 
     def offset_of(self, tensor: Tensor) -> int:
         """Heap offset of the tensor's data, or -1."""
@@ -78,7 +78,7 @@ class VirtualRank(GpuCollectives):
     def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A symmetric tensor, if all ranks ask for it."""
         num_bytes = prod(size) * dtype.itemsize
-        tensor = self.world.bytes(self.rank, self._next, num_bytes).view(dtype)
+        tensor = self.local.bytes(self.rank, self._next, num_bytes).view(dtype)
         self._symmetric.add((self._next, num_bytes))
         self._next += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return tensor

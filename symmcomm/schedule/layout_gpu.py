@@ -141,6 +141,10 @@ class Layout:
         )
 
 
+def _align_up(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
 NUM_MESSAGE_LANES = 32
 """CTAs of a send or receive, each with a queue of its own."""
 NUM_MESSAGE_SLOTS = 4
@@ -192,7 +196,3 @@ class MessageLayout:
             chunk_bytes=chunk_bytes,
             end=_align_up(slots + lanes * NUM_MESSAGE_SLOTS * chunk_bytes, _PAGE_BYTES),
         )
-
-
-def _align_up(value: int, alignment: int) -> int:
-    return -(-value // alignment) * alignment

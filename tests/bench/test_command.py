@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from symmcomm.bench.method import Device
+from symmcomm.bench.method import Device, Machine
 from symmcomm.bench.run import joined, parse_peers, plan_teams, present
 from symmcomm.cli import app
 from symmcomm.env import Launch
@@ -31,6 +31,7 @@ BAD_ARGUMENTS = [
     (["send_recv", "--nproc", "1"], "send_recv needs 2 ranks, not 1"),
     (["--device", "cpu", "--timing", "graph"], "--timing is for GPUs"),
     (["--virtual-ranks", "1"], "1 is not in 2..16"),
+    (["--device", "cuda"], "--device cuda: no GPU in this test"),
 ]
 
 
@@ -39,7 +40,8 @@ def launch(**fields: str) -> Launch:
 
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_launcher_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symmcomm.cli.find_gpus", lambda: Machine(num_gpus=0, obstacle="no GPU in this test"))
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
 

@@ -115,6 +115,6 @@ def gpu_facts(device: torch.device) -> Answer:
     properties = torch.cuda.get_device_properties(device)
     versions = {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, nccl_version()))}
     return {
-        "gpu": properties.name, "uuid": str(properties.uuid), "num_sms": properties.multi_processor_count,
+        "gpu": properties.name, "uuid": str(properties.uuid)[:8], "num_sms": properties.multi_processor_count,
         "memory_bytes": properties.total_memory, "l2_bytes": properties.L2_cache_size, "versions": versions,
     }

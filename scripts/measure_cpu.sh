@@ -9,7 +9,7 @@ measure() { # name, then arguments of `symmcomm bench`
     name=$1
     shift
     echo "== $name: symmcomm bench $*"
-    symmcomm bench "$@" --json "$out/cpu_$name.json"
+    symmcomm bench "$@" --device cpu --json "$out/cpu_$name.json"
 }
 
 measure all_reduce_2 all_reduce --nproc 2 -b 1K -e 64M -f 4 --peers gloo,mpi --rounds 9 --plot "$out/cpu_all_reduce_2.png"

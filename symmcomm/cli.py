@@ -19,7 +19,8 @@ from symmcomm import doctor as doctors
 from symmcomm.bench import tune as tuning
 from symmcomm.bench.case import Case, Collective, cases
 from symmcomm.bench.implementations import OWN
-from symmcomm.bench.machine import usable_cores
+from symmcomm.bench.machine import find_gpus, usable_cores
+from symmcomm.bench.method import Device, Machine, Method, Timing, choose, num_ranks
 from symmcomm.bench.mpi_installations import MPIInstallation, find_mpis
 from symmcomm.bench.plot import bytes_text, plot
 from symmcomm.bench.rank import Ranks, end_now
@@ -32,6 +33,7 @@ from symmcomm.errors import ArgumentError, SymmCommError
 from symmcomm.schedule.dtypes import DType, Op, supports
 
 MAX_RANKS = 64
+MAX_VIRTUAL = 16
 _WIDTH = 140  # of a table that goes to a file
 _IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -86,10 +88,16 @@ def _check_ranks(nproc: int | None) -> int | None:
     return nproc
 
 
-def _check_rounds(rounds: int) -> int:
-    if rounds < 1:
+def _check_rounds(rounds: int | None) -> int | None:
+    if rounds is not None and rounds < 1:
         raise typer.BadParameter(f"{rounds} is not positive")
     return rounds
+
+
+def _check_virtual(ranks: int) -> int:
+    if ranks and not 2 <= ranks <= MAX_VIRTUAL:
+        raise typer.BadParameter(f"{ranks} is not in 2..{MAX_VIRTUAL}")
+    return ranks
 
 
 Nproc = Annotated[
@@ -119,9 +127,33 @@ Reduction = Annotated[
     ),
 ]
 Peers = Annotated[
-    str, typer.Option("--peers", metavar="NAMES", help=f"Out of {', '.join(PEERS)}; mpi is every MPI installed.")
+    str,
+    typer.Option(
+        "--peers", metavar="NAMES",
+        help=f"On CPUs out of {', '.join(PEERS[Device.cpu])}; mpi is every MPI installed. On GPUs out of "
+        f"{', '.join(PEERS[Device.cuda])}; torch_symm_mem is both of torch's.",
+    ),
 ]
-Rounds = Annotated[int, typer.Option("--rounds", callback=_check_rounds, help="Of about 20 ms; the median counts.")]
+Rounds = Annotated[
+    int | None,
+    typer.Option("--rounds", callback=_check_rounds, help="The median counts. Default: 5 on CPUs, 20 on GPUs."),
+]
+OnDevice = Annotated[
+    Device | None, typer.Option("--device", help="Default: cuda where there are two GPUs or more.")
+]
+Timed = Annotated[
+    Timing | None,
+    typer.Option("--timing", help="On GPUs: calls in a CUDA graph, or made by the host. Default: graph."),
+]
+ColdL2 = Annotated[bool, typer.Option("--cold-l2", help="On GPUs: flush the L2 cache before every call.")]
+ShareGpu = Annotated[bool, typer.Option("--share-gpu", help="Let several ranks use one GPU.")]
+VirtualRanks = Annotated[
+    int,
+    typer.Option(
+        "--virtual-ranks", metavar="W", callback=_check_virtual,
+        help=f"W ranks as streams of one GPU, up to {MAX_VIRTUAL}: no link in between, symmcomm alone.",
+    ),
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", parser=_checked(_parse_output), help="For every figure.")
 ]
@@ -140,20 +172,29 @@ def bench(
     dtype: Dtype = DType.float32,
     op: Reduction = Op.sum,
     peers: Peers = "none",
-    rounds: Rounds = 5,
+    rounds: Rounds = None,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
+    device: OnDevice = None,
+    timing: Timed = None,
+    cold_l2: ColdL2 = False,
+    share_gpu: ShareGpu = False,
+    virtual_ranks: VirtualRanks = 0,
 ) -> None:
     """Measures a collective and its peers in one run, as nccl-tests does; every result is checked first.
 
-    Starts its ranks itself (by default one a core, 2 to 8), or joins those of torchrun or mpirun. Exit code 1 if a rank
-    failed or a result was wrong.
+    Starts its ranks itself (by default one a GPU; without GPUs one a core, 2 to 8), or joins those of torchrun or
+    mpirun. Exit code 1 if a rank failed or a result was wrong.
     """
-    launch = Launch.from_env()
-    world_size = _world_size(nproc, launch)
-    mpis = find_mpis()
+    launch, machine = Launch.from_env(), find_gpus()
     try:
-        chosen = parse_peers(peers, mpis)
+        method = choose(machine, device, timing, cold_l2, share_gpu, virtual_ranks)
+        world_size = _world_size(method, machine, nproc, launch)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="options") from None
+    mpis = find_mpis() if method.device is Device.cpu else {}
+    try:
+        chosen = parse_peers(peers, mpis, method.device)
     except ArgumentError as error:
         raise typer.BadParameter(str(error), param_hint="--peers") from None
     if collective.reduces and not supports(dtype, op):
@@ -164,54 +205,53 @@ def bench(
         work = cases(collective, begin, end, factor, dtype, op, world_size)
     except ArgumentError as error:
         raise typer.BadParameter(str(error), param_hint="-b, -e, -f") from None
-    if joined(launch):
-        report = _measure_joined(work, chosen, rounds, launch)
-    else:
-        report = _measure_spawned(work, chosen, rounds, mpis)
-    if report is not None:
+    report = new_report(world_size, rounds or method.rounds, mpis, method)
+    finished = _measure_joined(work, chosen, report, launch) if joined(launch) else (
+        _measure_spawned(work, chosen, report, mpis)
+    )
+    if finished:
         if "mpi" in peers.split(",") and not mpis:
             report.notes.append("mpi: n/a, no MPI and mpi4py are installed here")
         _write(report, work[0], json_file, plot_file)
         raise typer.Exit(0 if report.right else 1)
 
 
-def _world_size(nproc: int | None, launch: Launch) -> int:
+def _world_size(method: Method, machine: Machine, nproc: int | None, launch: Launch) -> int:
     ranks = joined(launch)
-    if ranks is None:
-        return nproc or min(max(usable_cores(), 2), 8)
-    if nproc is not None and nproc != ranks:
-        raise typer.BadParameter(f"{nproc} ranks, but the launcher started {ranks}; leave it out", param_hint="--nproc")
-    return ranks
+    if ranks is not None and nproc is not None and nproc != ranks:
+        raise ArgumentError(f"--nproc {nproc} ranks, but the launcher started {ranks}; leave it out")
+    if method.device is Device.cpu:
+        return ranks or nproc or min(max(usable_cores(), 2), 8)
+    return num_ranks(method, machine, nproc, ranks)
 
 
-def _measure_spawned(work: list[Case], peers: list[str], rounds: int, mpis: dict[str, MPIInstallation]) -> Report:
+def _measure_spawned(work: list[Case], peers: list[str], report: Report, mpis: dict[str, MPIInstallation]) -> bool:
     """Starts the ranks. An error prints what was measured up to then."""
-    report = new_report(work[0].world_size, rounds, mpis)
     try:
-        _run(start_teams(peers, work[0].world_size, mpis), work, report)
+        _run(start_teams(peers, work[0].world_size, mpis, report.method), work, report)
     except SymmCommError as error:
         _print_table(report)
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    return report
+    return True
 
 
-def _measure_joined(work: list[Case], peers: list[str], rounds: int, launch: Launch) -> Report | None:
-    """On ranks that a launcher started; the report is rank 0's. An error ends the process, the launcher the rest."""
-    peers, notes = present(peers, launch)
-    report = new_report(work[0].world_size, rounds, {})
+def _measure_joined(work: list[Case], peers: list[str], report: Report, launch: Launch) -> bool:
+    """On ranks that a launcher started; True on rank 0, which has the report. An error ends the process, the launcher
+    the rest."""
+    peers, notes = present(peers, launch, report.method.device)
     report.notes += notes
     try:
-        ranks = Ranks([*OWN, *peers])
+        ranks = Ranks([*OWN, *peers], report.method)
         if ranks.rank != 0:
             ranks.follow()
-            return None
+            return False
         _run([ranks], work, report)
     except BaseException:  # whatever it is, nobody is left waiting
         _print_table(report)
         traceback.print_exc()
         end_now()
-    return report
+    return True
 
 
 def _run(teams: Sequence[Team], work: list[Case], report: Report) -> None:
@@ -245,33 +285,41 @@ def _print_table(report: Report) -> None:
     if not console.is_terminal:
         console = Console(width=_WIDTH, highlight=False, soft_wrap=True)
     if report.measurements:
-        console.print(table(report.measurements))
-    for note in [*report.notes, *refusals(report.measurements)]:
+        console.print(table(report.measurements, report.floor))
+    floor = [str(report.floor)] if report.floor else []
+    for note in [*floor, *report.notes, *refusals(report.measurements)]:
         console.print(f"# {note}", markup=False)
 
 
 def _write(report: Report, first: Case, json_file: Path | None, plot_file: Path | None) -> None:
-    machine = report.machine
-    ranks = f"{first.world_size} ranks on {machine['usable_cores']} cores of {machine['cpu']}"
-    print(f"# {first.collective.value}, {ranks}, median of {report.rounds} rounds")
+    print(f"# {first.collective.value}, {report.place}, median of {report.rounds} rounds")
     _print_table(report)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     if plot_file is not None:
-        title = f"{first.collective.value}, {first.dtype.name}, {first.world_size} ranks, {machine['cpu']}"
-        plot(report.measurements, title, plot_file)
+        title = f"{first.collective.value}, {first.dtype.name}, {report.place}"
+        plot(report.measurements, title, plot_file, report.floor)
 
 
 @app.command()
 def doctor(
     nproc: Nproc = None,
+    device: OnDevice = None,
+    share_gpu: ShareGpu = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Says what was found, which paths are possible, and why the others are not.
 
     With --nproc, also starts ranks and lets them reduce; exit code 1 if they do not agree.
     """
-    diagnosis = doctors.examine(nproc)
+    machine = find_gpus()
+    try:
+        method = choose(machine, device, None, False, share_gpu, 0)
+        if nproc and method.device is Device.cuda:
+            num_ranks(method, machine, nproc, None)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="options") from None
+    diagnosis = doctors.examine(nproc, method)
     if as_json:
         print(json.dumps(diagnosis.to_json(), indent=1))
     else:

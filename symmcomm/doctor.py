@@ -22,18 +22,22 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from numba import config as numba_config
 from rich.table import Table
 
 import symmcomm
 from symmcomm.bench.machine import hardware
+from symmcomm.bench.method import ON_CPUS, Method
 from symmcomm.bench.mpi_installations import find_mpis
 from symmcomm.bench.plot import bytes_text
 from symmcomm.bench.report import versions
 from symmcomm.bench.team import SpawnedTeam
+from symmcomm.doctor_gpu import GpuDiagnosis, examine_gpus, reach_table
 from symmcomm.env import Settings, multicast_vetoes
 from symmcomm.errors import SymmCommError
 from symmcomm.memory import private
+from symmcomm.schedule.topology_gpu import Attempt
 
 
 class Status(StrEnum):
@@ -162,9 +166,12 @@ def probe_gpus() -> Probe:
     nvml.nvmlInit()
     try:
         names = [nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(nvml.nvmlDeviceGetCount())]
+        driver = nvml.nvmlSystemGetDriverVersion()
     finally:
         nvml.nvmlShutdown()
-    return Probe(Status.possible, ", ".join(names)) if names else Probe(Status.absent, "the driver reports no GPU")
+    if not names:
+        return Probe(Status.absent, f"driver {driver} reports no GPU")
+    return Probe(Status.possible, f"{', '.join(names)}; driver {driver}")
 
 
 @_never_raises
@@ -207,6 +214,7 @@ class Diagnosis:
     Attributes:
         variables: (name, value in force, what it does).
         ranks: how ranks that were started found each other, if any were.
+        gpus: what was found on GPUs.
     """
 
     versions: dict[str, str]
@@ -214,6 +222,7 @@ class Diagnosis:
     variables: list[tuple[str, Any, str]]
     paths: dict[str, Probe]
     ranks: Probe | None
+    gpus: GpuDiagnosis
 
     @property
     def healthy(self) -> bool:
@@ -226,25 +235,37 @@ class Diagnosis:
             "versions": self.versions, "hardware": self.hardware,
             "variables": [{"name": name, "value": value, "doc": doc} for name, value, doc in self.variables],
             "paths": {name: probe._asdict() for name, probe in self.paths.items()},
-            "ranks": self.ranks._asdict() if self.ranks else None,
+            "ranks": self.ranks._asdict() if self.ranks else None, "gpus": self.gpus.to_json(),
         }
 
 
-def examine(nproc: int | None = None) -> Diagnosis:
-    """Probes everything; with ``nproc``, also starts ranks. Raises ArgumentError for a bad SYMMCOMM_* variable."""
+def examine(nproc: int | None = None, method: Method = ON_CPUS) -> Diagnosis:
+    """Probes everything; with ``nproc``, also starts ranks, on the method's device. Raises ArgumentError for a bad
+    SYMMCOMM_* variable."""
     found = {"python": platform.python_version()} | versions()
+    if torch.version.cuda is not None:
+        found["torch's CUDA"] = torch.version.cuda
     for mpi in find_mpis().values():
         found[mpi.name] = f"{mpi.version} ({mpi.launcher})"
+    settings = Settings.from_env()
+    gpus = examine_gpus(settings)
+    paths = {name: probe() for name, probe in PROBES.items()}
     return Diagnosis(
-        versions=found, hardware=hardware(), variables=Settings.from_env().variables(),
-        paths={name: probe() for name, probe in PROBES.items()}, ranks=probe_ranks(nproc) if nproc else None,
+        versions=found, hardware=hardware(), variables=settings.variables(), gpus=gpus,
+        paths=paths | {name: _as_probe(attempt, bool(gpus.facts)) for name, attempt in gpus.attempts.items()},
+        ranks=probe_ranks(nproc, method) if nproc else None,
     )
 
 
+def _as_probe(attempt: Attempt, any_gpus: bool) -> Probe:
+    refused = Status.refused if any_gpus else Status.absent
+    return Probe(Status.possible if attempt.works else refused, attempt.reason)
+
+
 @_never_raises
-def probe_ranks(nproc: int) -> Probe:
+def probe_ranks(nproc: int, method: Method = ON_CPUS) -> Probe:
     """Starts ranks that find each other and reduce once."""
-    team = SpawnedTeam("own", ["symm"], nproc, None, Settings.from_env().timeout_s)
+    team = SpawnedTeam("own", ["symm"], nproc, None, Settings.from_env().timeout_s, method)
     try:
         answers = team.ask({"do": "describe"})
         team.close()
@@ -256,7 +277,9 @@ def probe_ranks(nproc: int) -> Probe:
     wrong = [rank for rank, answer in enumerate(answers) if not answer["right"]]
     if len(names) > 1 or wrong:
         return Probe(Status.refused, f"ranks found each other by {names}; wrong sums on ranks {wrong}")
-    return Probe(Status.possible, f"{nproc} ranks agree: bootstrap {names[0]}, one all-reduce right on all of them")
+    text = f"{nproc} ranks agree: bootstrap {names[0]}, one all-reduce right on all of them"
+    path = answers[0].get("path")
+    return Probe(Status.possible, f"{text}; GPU memory by {path}" if path else text)
 
 
 def tables(diagnosis: Diagnosis) -> list[Table]:
@@ -270,7 +293,7 @@ def tables(diagnosis: Diagnosis) -> list[Table]:
     for name, probe in probes.items():
         style = {Status.possible: "green", Status.refused: "red", Status.absent: "dim"}[probe.status]
         paths.add_row(name, f"[{style}]{probe.status}[/]", probe.reason)
-    return [*known, variables, paths]
+    return [*known, variables, *([reach_table(diagnosis.gpus.facts)] if diagnosis.gpus.facts else []), paths]
 
 
 def _pairs(title: str, facts: Mapping[str, Any]) -> Table:

@@ -13,7 +13,7 @@ import importlib
 import os
 import struct
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,9 @@ def probe_ipc(device: CudaDevice) -> Attempt:
 @_never_raises
 def probe_multicast(device: CudaDevice, settings: Settings) -> Attempt:
     """What the gate says. No multicast function of the driver is called."""
-    return Attempt(*multicast_allowed(settings, device.attribute("MULTICAST_SUPPORTED")))
+    attribute = device.attribute("MULTICAST_SUPPORTED")
+    allowed, reason = multicast_allowed(settings, attribute)
+    return Attempt(allowed, f"{reason}; MULTICAST_SUPPORTED reads {attribute}" if attribute else reason)
 
 
 @_never_raises
@@ -276,13 +278,10 @@ def _fabric_domain(nvml: Any, handle: Any) -> str:
     return ""
 
 
-def gpu_probes(settings: Settings) -> dict[str, Attempt]:
-    """For ``symmcomm doctor``: every way to share memory on every GPU that this process sees. Never raises."""
-    found = {"CUDA driver": probe_driver()}
-    if not found["CUDA driver"].works:
-        return found
-    for ordinal in range(torch.cuda.device_count()):
-        fact = probe_facts(ordinal, settings)
+def gpu_probes(facts: Sequence[GpuFacts]) -> dict[str, Attempt]:
+    """For ``symmcomm doctor``: every way to share memory on every one of these GPUs, which are numbered as listed."""
+    found: dict[str, Attempt] = {}
+    for ordinal, fact in enumerate(facts):
         if not fact.device.works:
             found[f"GPU {ordinal}"] = fact.device
             continue

@@ -6,10 +6,10 @@ implementations of a process, so that all work on the same pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,33 +48,61 @@ class Buffers:
         return cls(given, given if case.collective.in_place else empty(case.output_numel(rank), dtype))
 
 
-class Implementation(Protocol):
+class Implementation(ABC):
     """One way to run a case."""
 
     def refusal(self, case: Case) -> str | None:
         """Why the case cannot be run, the same on all ranks; ``None`` if it can."""
-        ...
+        return None
 
+    def buffers(self, case: Case, ordinary: Callable[[], Buffers]) -> Buffers:
+        """The memory that it works on: the ordinary tensors, or its own. Collective."""
+        return ordinary()
+
+    @abstractmethod
     def call(self, case: Case, buffers: Buffers) -> Call:
-        """One collective on the buffers, with all arguments prepared."""
-        ...
+        """One collective on the buffers, with all arguments prepared. On a GPU it only enqueues."""
 
+    @abstractmethod
     def barrier(self) -> None:
-        """Brings the ranks together before a round."""
-        ...
+        """Brings the ranks' processes together before a round."""
+
+    def release(self) -> None:  # noqa: B027, most have nothing to let go of
+        """Lets go of the memory that ``buffers`` gave; nobody holds a tensor of it any more. Collective."""
+
+    def close(self) -> None:  # noqa: B027, as before
+        """Lets go of everything. Collective."""
 
 
-class Symm:
-    """This library; ``buffers`` decide whether it works in the heap or through staging."""
+class Symm(Implementation):
+    """This library, on ordinary or on symmetric tensors; on the GPU if the communicator has one."""
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator, symmetric: bool) -> None:
+        self._comm, self._symmetric = comm, symmetric
+        self._owned: list[Tensor] = []
 
     def refusal(self, case: Case) -> str | None:
         """See Implementation."""
         if case.collective.reduces and not supports(case.dtype, case.op):
             return f"{case.op.name} has no meaning for {case.dtype.name}"
         return None
+
+    def buffers(self, case: Case, ordinary: Callable[[], Buffers]) -> Buffers:
+        """See Implementation."""
+        if not self._symmetric:
+            return ordinary()
+        return Buffers.allocate(case, self._comm.rank, partial(self._empty, case))
+
+    def _empty(self, case: Case, numel: int, dtype: torch.dtype) -> Tensor:
+        device = self._comm.gpu.device if self._comm.gpu is not None else None
+        same = case.collective not in (Collective.gather, Collective.scatter)  # where the root's part is larger
+        self._owned.append(self._comm.empty(numel if same else case.numel, dtype=dtype, device=device))
+        return self._owned[-1][:numel]
+
+    def release(self) -> None:
+        """See Implementation."""
+        while self._owned:
+            self._comm.free(self._owned.pop())
 
     def barrier(self) -> None:
         """See Implementation."""
@@ -104,7 +132,7 @@ class Symm:
             case Collective.send_recv:
                 return self._exchange(given, got)
             case _:
-                return comm.barrier
+                return comm.barrier if comm.gpu is None else comm.gpu.barrier
 
     def _exchange(self, given: Tensor, got: Tensor) -> Call:
         """To the next rank and from the one before; even ranks send first, so that nobody waits in a circle."""
@@ -122,19 +150,20 @@ class Symm:
         return receive_first if comm.rank % 2 else send_first
 
 
-class Gloo:
-    """torch.distributed over gloo: synchronous calls on its default group."""
+class TorchDistributed(Implementation):
+    """Synchronous calls of torch.distributed on its default group, whose backend is ``name``."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, dtypes: Collection[DType], ops: Mapping[Op, dist.ReduceOp.RedOpType]) -> None:
+        self._name, self._dtypes, self._ops = name, dtypes, ops
         self._rank = dist.get_rank()
 
     def refusal(self, case: Case) -> str | None:
         """See Implementation."""
         if not case.collective.reduces:
             return None
-        if case.op not in _GLOO_OPS or not supports(case.dtype, case.op):
-            return f"gloo has no {case.op.name} for {case.dtype.name}"
-        return None if case.dtype in _GLOO_DTYPES else f"gloo reduces no {case.dtype.name}"
+        if case.op not in self._ops or not supports(case.dtype, case.op):
+            return f"{self._name} has no {case.op.name} for {case.dtype.name}"
+        return None if case.dtype in self._dtypes else f"{self._name} reduces no {case.dtype.name}"
 
     def barrier(self) -> None:
         """See Implementation."""
@@ -143,14 +172,14 @@ class Gloo:
     def call(self, case: Case, buffers: Buffers) -> Call:
         """See Implementation."""
         given, got = buffers.input, buffers.output
-        if not case.collective.reduces:  # bytes are bytes, and gloo knows few dtypes
+        if not case.collective.reduces:  # bytes are bytes, and backends know few dtypes
             given, got = given.view(torch.uint8), got.view(torch.uint8)
         root, ranks = self._rank == ROOT, case.world_size
         match case.collective:
             case Collective.all_reduce:
-                return partial(dist.all_reduce, given, _GLOO_OPS[case.op])
+                return partial(dist.all_reduce, given, self._ops[case.op])
             case Collective.reduce_scatter:
-                return partial(dist.reduce_scatter_tensor, got, given, _GLOO_OPS[case.op])
+                return partial(dist.reduce_scatter_tensor, got, given, self._ops[case.op])
             case Collective.all_gather:
                 return partial(dist.all_gather_into_tensor, got, given)
             case Collective.all_to_all:
@@ -158,7 +187,7 @@ class Gloo:
             case Collective.broadcast:
                 return partial(dist.broadcast, given, ROOT)
             case Collective.reduce:
-                return partial(dist.reduce, given, ROOT, _GLOO_OPS[case.op])
+                return partial(dist.reduce, given, ROOT, self._ops[case.op])
             case Collective.gather:
                 return partial(dist.gather, given, list(got.chunk(ranks)) if root else None, ROOT)
             case Collective.scatter:
@@ -166,7 +195,11 @@ class Gloo:
             case Collective.send_recv:
                 return self._exchange(given, got, ranks)
             case _:
-                return dist.barrier
+                return self._barrier()
+
+    def _barrier(self) -> Call:
+        """What is timed as a barrier."""
+        return dist.barrier
 
     def _exchange(self, given: Tensor, got: Tensor, ranks: int) -> Call:
         following, before = (self._rank + 1) % ranks, (self._rank - 1) % ranks
@@ -178,6 +211,11 @@ class Gloo:
             sent.wait()
 
         return exchange
+
+
+def gloo() -> Implementation:
+    """torch.distributed over gloo; the default group must be gloo's."""
+    return TorchDistributed("gloo", _GLOO_DTYPES, _GLOO_OPS)
 
 
 def mpi_implementation() -> Implementation:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from symmcomm.bench.method import Machine
 
 
 def hardware() -> dict[str, Any]:
@@ -35,6 +40,18 @@ def hardware() -> dict[str, Any]:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def find_gpus() -> Machine:
+    """The GPUs that this process sees, and what stands in the way of using them. Opens none."""
+    count = torch.cuda.device_count()
+    if not count:
+        return Machine(num_gpus=0, obstacle="torch finds no GPU here")
+    if torch.version.hip is not None:
+        return Machine(num_gpus=count, obstacle="the kernels need NVIDIA GPUs, and torch is built for ROCm")
+    if importlib.util.find_spec("cutlass") is None:
+        return Machine(num_gpus=count, obstacle="the kernels need nvidia-cutlass-dsl (extra: cuda)")
+    return Machine(num_gpus=count)
 
 
 def _read(path: Path) -> str:

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from symmcomm.bench.case import ROOT, Case, Collective
-from symmcomm.bench.implementations import Buffers, Call
+from symmcomm.bench.implementations import Buffers, Call, Implementation
 from symmcomm.schedule.dtypes import DType, Op, supports
 
 Message = tuple[MPI.buffer, MPI.Datatype]
@@ -28,7 +28,7 @@ _BOOL_OPS = {
 }
 
 
-class MPICalls:
+class MPICalls(Implementation):
     """Calls on COMM_WORLD."""
 
     def __init__(self) -> None:

@@ -91,14 +91,14 @@ def _reduce_integers(stack: Tensor, dtype: DType, op: Op) -> Tensor:
     return total.to(torch_dtype(dtype)).to(torch.int64)  # wraps as the dtype does
 
 
-def _cycle(period: Tensor, start: int, count: int) -> Tensor:
+def _cycle(period: Tensor, start: int, count: int, device: torch.device) -> Tensor:
     """The periods, read from ``start`` on, that one chunk of ``count`` elements needs."""
-    return period.roll(-start % PERIOD).repeat(-(-min(count, _CHUNK) // PERIOD))
+    return period.roll(-start % PERIOD).to(device).repeat(-(-min(count, _CHUNK) // PERIOD))
 
 
 def fill(tensor: Tensor, case: Case, rank: int) -> None:
     """Writes the rank's elements, from element 0 on."""
-    cycle = _cycle(source(case.dtype, case.op, rank), 0, tensor.numel())
+    cycle = _cycle(source(case.dtype, case.op, rank), 0, tensor.numel(), tensor.device)
     for at in range(0, tensor.numel(), _CHUNK):
         part = tensor[at : at + _CHUNK]
         part.copy_(cycle[: part.numel()])
@@ -147,8 +147,8 @@ def num_wrong(output: Tensor, segments: list[Segment]) -> int:
     """Elements of ``output`` outside the tolerance; a NaN is wrong."""
     wrong, position = 0, 0
     for segment in segments:
-        values = _cycle(segment.values, segment.start, segment.count)
-        tolerances = _cycle(segment.tolerances, segment.start, segment.count)
+        values = _cycle(segment.values, segment.start, segment.count, output.device)
+        tolerances = _cycle(segment.tolerances, segment.start, segment.count, output.device)
         for at in range(0, segment.count, _CHUNK):
             num = min(_CHUNK, segment.count - at)
             got = output[position + at : position + at + num].to(values.dtype)

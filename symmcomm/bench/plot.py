@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from symmcomm.bench.floor import Floor
 from symmcomm.bench.implementations import OWN
 from symmcomm.bench.timing import Measurement
 
-_COLORS = {"symm": "#0b6e99", "symm_heap": "#0aa574", "gloo": "#9aa0a6", "openmpi": "#e07a1f", "mpich": "#b5446e"}
+_COLORS = {
+    "symm": "#0b6e99", "symm_heap": "#0aa574", "gloo": "#9aa0a6", "openmpi": "#e07a1f", "mpich": "#b5446e",
+    "nccl": "#e07a1f", "nccl_symm": "#b5446e", "torch_one_shot": "#c9a227", "torch_two_shot": "#8d6a9f",
+    "nvshmem": "#7a8b99",
+}
 
 
-def plot(measurements: Sequence[Sequence[Measurement]], title: str, path: Path) -> None:
+def plot(
+    measurements: Sequence[Sequence[Measurement]], title: str, path: Path, floor: Floor | None = None
+) -> None:
     """Writes a figure in the format of ``path``'s suffix; both axes are logarithmic. Needs matplotlib (extra: plot)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -29,6 +36,9 @@ def plot(measurements: Sequence[Sequence[Measurement]], title: str, path: Path) 
         if line:
             width, marker = (2.4, "o") if name in OWN else (1.6, "s")
             axes.plot(*zip(*line, strict=True), marker=marker, ms=4, lw=width, color=_COLORS.get(name), label=name)
+    if floor is not None:
+        limit = [(max(row[0].case.size_bytes, 1), floor.us(row[0].case)) for row in measurements if row]
+        axes.plot(*zip(*limit, strict=True), color="#555555", lw=1.2, ls="--", label="floor")
     sizes = sorted({max(row[0].case.size_bytes, 1) for row in measurements if row})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

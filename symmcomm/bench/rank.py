@@ -8,6 +8,7 @@ once, without MPI's finalisation, which would wait for ranks that are stuck; who
 ``{"do": "describe"}``                                       versions, and what the bootstrap found
 ``{"do": "prepare", "implementation": name, "case": {…}}``   allocates, checks one result; or says why it cannot
 ``{"do": "time", "implementation": name, "iterations": n}``  seconds a call
+``{"do": "limits"}``                                         what the floor is made of (``bench.floor``)
 ``{"do": "stop"}``
 """
 
@@ -24,156 +25,150 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from itertools import repeat
+from functools import partial
 from typing import Any, NoReturn, TextIO
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
-from symmcomm import Communicator, init
 from symmcomm.bench import oracle
 from symmcomm.bench.case import Case, Collective
-from symmcomm.bench.implementations import OWN, Buffers, Call, Gloo, Implementation, Symm, mpi_implementation
+from symmcomm.bench.implementations import OWN, Buffers, Call, Implementation
+from symmcomm.bench.method import Method
+from symmcomm.bench.place import make_place
+from symmcomm.bench.timer import Answer, Timer
 from symmcomm.bootstrap import Bootstrap, connect
 from symmcomm.env import Settings
+from symmcomm.errors import SymmCommError
 
 _IDLE_S = 24 * 3600.0
 _LATE_S = 0.01
+_MESSAGE = 300  # characters of a peer's error
 
 Command = dict[str, Any]
-Answer = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Bound:
-    """An implementation's call on its buffers, which must outlive it."""
+    """An implementation's calls, one of each rank of this process, with the buffers that must outlive them."""
 
-    implementation: Implementation
-    call: Call
-    buffers: Buffers
+    implementations: Sequence[Implementation]
+    calls: Sequence[Call]
+    buffers: Sequence[Buffers]
+    timer: Timer
 
 
 class Rank:
-    """Carries out commands on this rank."""
+    """Carries out commands on this process's rank, or on its ranks if they are virtual."""
 
-    def __init__(self, names: list[str], relay: Bootstrap) -> None:
-        torch.set_num_threads(1)
+    def __init__(self, names: list[str], relay: Bootstrap, method: Method) -> None:
         self._relay = relay
-        self._comm: Communicator | None = init() if set(names) & set(OWN) else None
-        self._implementations = {name: self._make(name) for name in names}
+        self._place = make_place(names, relay, method)
         self._case: Case | None = None
-        self._ordinary: Buffers | None = None
-        self._symmetric: list[torch.Tensor] = []
+        self._ordinary: dict[int, Buffers] = {}
         self._bound: dict[str, _Bound] = {}
-
-    def _make(self, name: str) -> Implementation:
-        if name in OWN:
-            assert self._comm is not None
-            return Symm(self._comm)
-        if name == "gloo":
-            _join_gloo(self._relay)
-            return Gloo()
-        return mpi_implementation()
 
     def carry_out(self, command: Command) -> Answer:
         """The answer of this rank. All ranks are given the same command at about the same time."""
         match command["do"]:
             case "describe":
-                return self._describe()
+                return {"pid": os.getpid(), "torch": torch.__version__, "relay": self._relay.name} | (
+                    self._place.describe()
+                )
+            case "limits":
+                return self._place.limits()
             case "prepare":
                 return self._prepare(command["implementation"], Case.from_json(command["case"]))
             case "time":
-                return {"seconds": self._time(self._bound[command["implementation"]], command["iterations"])}
+                return self._time(self._bound[command["implementation"]], command["iterations"])
             case _:
                 return {}
 
     def close(self) -> None:
         """Lets go of everything; collective."""
         self._release()
-        if self._comm is not None:
-            self._comm.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def _describe(self) -> Answer:
-        """Who this rank is, whether a first all-reduce gave the right sum, and how the ranks found each other."""
-        answer: Answer = {"pid": os.getpid(), "torch": torch.__version__, "relay": self._relay.name}
-        if self._comm is not None:
-            ranks = torch.full((1000,), float(self._relay.rank))
-            self._comm.all_reduce(ranks)
-            total = sum(range(self._relay.world_size))
-            answer |= {"bootstrap": self._comm.bootstrap_name, "right": bool((ranks == total).all())}
-        return answer
+        for name in self._place.implementations[0]:
+            for implementations in self._place.implementations:
+                implementations[name].close()
+        self._place.close()
 
     def _prepare(self, name: str, case: Case) -> Answer:
-        implementation = self._implementations[name]
-        if refusal := implementation.refusal(case):
+        implementations = [of_rank[name] for of_rank in self._place.implementations]
+        if refusal := implementations[0].refusal(case):
             return {"refusal": refusal}
         if case != self._case:
             self._release()
             self._case = case
-        buffers = self._buffers(name, case)
-        bound = _Bound(implementation, implementation.call(case, buffers), buffers)
-        self._bound[name] = bound
+        try:
+            return self._checked(name, implementations, case)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            if name in OWN or isinstance(error, (SymmCommError, getattr(torch, "AcceleratorError", SymmCommError))):
+                raise  # with the GPU's context gone, no later figure would mean anything
+            self._bound.pop(name, None)
+            return {"refusal": f"{type(error).__name__}: {error}"[:_MESSAGE]}
+
+    def _checked(self, name: str, implementations: Sequence[Implementation], case: Case) -> Answer:
+        """Allocates, and checks one result."""
+        buffers = [
+            implementation.buffers(case, partial(self._ordinary_buffers, case, rank))
+            for rank, implementation in zip(self._place.ranks, implementations, strict=True)
+        ]
+        calls = [
+            implementation.call(case, of_rank) for implementation, of_rank in zip(implementations, buffers, strict=True)
+        ]
+        self._bound[name] = bound = _Bound(implementations, calls, buffers, self._place.timer(calls))
         return self._check_barrier(bound) if case.collective is Collective.barrier else self._check(bound, case)
 
-    def _buffers(self, name: str, case: Case) -> Buffers:
-        if name != "symm_heap":
-            self._ordinary = self._ordinary or Buffers.allocate(
-                case, self._relay.rank, lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-            )
-            return self._ordinary
-
-        def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            assert self._comm is not None
-            self._symmetric.append(self._comm.empty(case.numel, dtype=dtype))  # the same size on every rank
-            return self._symmetric[-1][:numel]
-
-        return Buffers.allocate(case, self._relay.rank, empty)
+    def _ordinary_buffers(self, case: Case, rank: int) -> Buffers:
+        """Tensors that the implementations share."""
+        if rank not in self._ordinary:
+            self._ordinary[rank] = Buffers.allocate(case, rank, self._place.zeros)
+        return self._ordinary[rank]
 
     def _release(self) -> None:
         self._bound.clear()
-        self._ordinary, self._case = None, None
-        while self._symmetric:
-            assert self._comm is not None
-            self._comm.free(self._symmetric.pop())
+        self._ordinary.clear()
+        self._case = None
+        for name in self._place.implementations[0]:
+            for implementations in self._place.implementations:
+                implementations[name].release()
         gc.collect()
 
     def _check(self, bound: _Bound, case: Case) -> Answer:
         """One call, compared with the oracle; then the buffers hold zeros, which every reduction keeps."""
-        rank, buffers = self._relay.rank, bound.buffers
-        oracle.poison(buffers.output)
-        oracle.fill(buffers.input, case, rank)
-        bound.implementation.barrier()
-        bound.call()
-        wrong = oracle.num_wrong(buffers.output, oracle.expected(case, rank))
-        buffers.input.zero_()
-        buffers.output.zero_()
+        for rank, buffers in zip(self._place.ranks, bound.buffers, strict=True):
+            oracle.poison(buffers.output)
+            oracle.fill(buffers.input, case, rank)
+        self._place.run([_nothing] * len(bound.calls))
+        bound.implementations[0].barrier()
+        self._place.run(bound.calls)
+        wrong = 0
+        for rank, buffers in zip(self._place.ranks, bound.buffers, strict=True):
+            wrong += oracle.num_wrong(buffers.output, oracle.expected(case, rank))
+            buffers.input.zero_()
+            buffers.output.zero_()
         return {"wrong": wrong}
 
     def _check_barrier(self, bound: _Bound) -> Answer:
         """When this rank came and left, by the host's clock; the last rank comes late."""
-        bound.call()
+        self._place.run(bound.calls)
         if self._relay.rank == self._relay.world_size - 1:
             time.sleep(_LATE_S)
         entered = time.monotonic()
-        bound.call()
+        self._place.run(bound.calls)
         return {"entered": entered, "left": time.monotonic()}
 
-    def _time(self, bound: _Bound, iterations: int) -> float:
-        """Seconds a call, the mean of a round."""
-        call = bound.call
+    def _time(self, bound: _Bound, iterations: int) -> Answer:
         gc.disable()
-        bound.implementation.barrier()
-        start = time.perf_counter()
-        for _ in repeat(None, iterations):
-            call()
-        seconds = (time.perf_counter() - start) / iterations
+        bound.implementations[0].barrier()
+        answer = bound.timer.time(iterations)
         gc.enable()
-        return seconds
+        return answer
+
+
+def _nothing() -> None:
+    """In place of a call: only what was enqueued before is waited for."""
 
 
 class Ranks:
@@ -181,13 +176,13 @@ class Ranks:
 
     name = "own"
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], method: Method) -> None:
         self.timeout_s = Settings.from_env().timeout_s
         _prepare_mpi()
         self._relay = connect(None, self.timeout_s)
         self.rank, self.world_size = self._relay.rank, self._relay.world_size
         self.implementations = names
-        self._self = Rank(names, self._relay)
+        self._self = Rank(names, self._relay, method)
 
     def ask(self, command: Command) -> list[Answer]:
         """On rank 0: every rank carries out the command; their answers."""
@@ -220,16 +215,6 @@ def end_now() -> NoReturn:
     os._exit(1)
 
 
-def _join_gloo(relay: Bootstrap) -> None:
-    """The default process group, over a store of its own that rank 0 serves."""
-    timeout = timedelta(seconds=Settings.from_env().timeout_s)
-    rank, world_size = relay.rank, relay.world_size
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout) if rank == 0 else None
-    port = int(relay.all_gather(str(store.port if store else 0).encode(), timeout.total_seconds())[0])
-    store = store or TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
 def _prepare_mpi() -> None:
     """One thread calls MPI: at this level it takes no locks. Must be said before MPI is initialised."""
     if importlib.util.find_spec("mpi4py") is not None:
@@ -256,16 +241,17 @@ def _serve(ranks: Ranks, answers: TextIO) -> None:
 
 
 def main() -> None:
-    """``python -m symmcomm.bench.rank --coordinator PID IMPLEMENTATION…``, started by ``bench.team``."""
+    """``python -m symmcomm.bench.rank --coordinator PID --method JSON IMPLEMENTATION…``, started by ``bench.team``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--coordinator", type=int, required=True)
+    parser.add_argument("--method", type=Method.from_json, required=True)
     parser.add_argument("implementations", nargs="+")
     arguments = parser.parse_args()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     threading.Thread(target=_end_with, args=(arguments.coordinator,), daemon=True).start()
     try:
-        ranks = Ranks(arguments.implementations)
+        ranks = Ranks(arguments.implementations, arguments.method)
         _serve(ranks, answers) if ranks.rank == 0 else ranks.follow()
     except BaseException:  # Ctrl-C too: nobody is left waiting
         traceback.print_exc()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,10 +14,17 @@ from rich.text import Text
 
 import symmcomm
 from symmcomm.bench.case import Case, Collective
+from symmcomm.bench.floor import Floor
 from symmcomm.bench.implementations import OWN
+from symmcomm.bench.method import ON_CPUS, Method
+from symmcomm.bench.timer import Answer
 from symmcomm.bench.timing import Measurement
 
-_PACKAGES = ("torch", "numba", "numpy", "mpi4py")
+_PACKAGES = (
+    "torch", "numba", "numpy", "mpi4py", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python", "nvshmem4py-cu13",
+)
+GPU_FACTS = ("gpu", "uuid", "num_sms", "memory_bytes", "l2_bytes")
+"""What a rank says about its GPU."""
 
 
 @dataclass(kw_only=True)
@@ -23,6 +32,7 @@ class Report:
     """All measurements of a run, case by case.
 
     Attributes:
+        floor: limits that were measured in the same run; ``None`` on CPUs.
         notes: what the reader should know, such as a peer that is missing.
     """
 
@@ -32,6 +42,26 @@ class Report:
     rounds: int
     measurements: list[list[Measurement]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    method: Method = ON_CPUS
+    floor: Floor | None = None
+
+    def learn(self, answers: Sequence[Answer]) -> None:
+        """Takes in what the ranks say about their GPUs, if they have any."""
+        for answer in answers:
+            if "gpu" in answer:
+                self.machine.setdefault("gpus", []).append({key: answer[key] for key in GPU_FACTS})
+                self.versions |= answer["versions"]
+
+    @property
+    def place(self) -> str:
+        """The ranks, and what they run on."""
+        gpus: list[dict[str, Any]] = self.machine.get("gpus", [])
+        if not gpus:
+            where = f"{self.machine['usable_cores']} cores of {self.machine['cpu']}"
+        else:
+            names = Counter({gpu["uuid"]: gpu["gpu"] for gpu in gpus}.values())
+            where = ", ".join(f"{number} x {name}" for name, number in names.items()) + f", {self.method}"
+        return f"{self.machine['ranks']} ranks on {where}"
 
     @property
     def right(self) -> bool:
@@ -42,16 +72,19 @@ class Report:
         """Times in microseconds, bandwidths in GB/s."""
         return {
             "command": self.command, "machine": self.machine, "versions": self.versions, "rounds": self.rounds,
+            "method": json.loads(self.method.to_json()),
+            "floor": asdict(self.floor) if self.floor else None,
             "notes": [*self.notes, *refusals(self.measurements)],
-            "results": [_result(m, row) for row in self.measurements for m in row],
+            "results": [_result(m, row, self.floor) for row in self.measurements for m in row],
         }
 
 
-def _result(m: Measurement, row: Sequence[Measurement]) -> dict[str, Any]:
+def _result(m: Measurement, row: Sequence[Measurement], floor: Floor | None) -> dict[str, Any]:
     return {
         **m.case.to_json(), "count": m.case.count, "implementation": m.implementation, "time_us": m.time_us,
         "algbw": m.algbw, "busbw": m.busbw, "wrong": m.wrong, "refusal": m.refusal, "iterations": m.iterations,
-        "round_us": m.round_us, "ratio": ratios(m, row),
+        "round_us": m.round_us, "host_us": m.host_us, "floor_us": floor.us(m.case) if floor else None,
+        "ratio": ratios(m, row),
     }
 
 
@@ -79,36 +112,37 @@ def versions() -> dict[str, str]:
     return found
 
 
-def table(measurements: Sequence[Sequence[Measurement]]) -> Table:
-    """One line an implementation, one section a size. ``/ symm`` is the peer's time over ours."""
+def table(measurements: Sequence[Sequence[Measurement]], floor: Floor | None = None) -> Table:
+    """One line an implementation, one section a size. ``/ symm`` is the peer's time over ours, ``/ floor`` the time
+    over the floor; ``host`` is there where it was measured."""
     owns = list(dict.fromkeys(m.implementation for row in measurements for m in row if m.implementation in OWN))
+    hosts = any(m.round_host_us for row in measurements for m in row)
     result = Table(box=None, header_style="bold", padding=(0, 1), pad_edge=False)
     for name in ("size (B)", "count"):
         result.add_column(name, justify="right", no_wrap=True)
     for name in ("type", "redop", ""):
         result.add_column(name, no_wrap=True)
-    for name in ("time (us)", "algbw (GB/s)", "busbw (GB/s)", "#wrong", *(f"/ {own}" for own in owns)):
+    more = [*(["host (us)"] if hosts else []), "#wrong", *(["/ floor"] if floor else []), *(f"/ {own}" for own in owns)]
+    for name in ("time (us)", "algbw (GB/s)", "busbw (GB/s)", *more):
         result.add_column(name.replace(" (", "\n("), justify="right", no_wrap=True)
     for row in measurements:
         for position, m in enumerate(row):
-            last = position == len(row) - 1
-            result.add_row(*_cells(m, row, owns, first=position == 0), end_section=last and len(row) > 1)
+            own = m.implementation in OWN
+            shown = [m.time_us, m.algbw, m.busbw, *([m.host_us] if hosts else [])]
+            ratio = ratios(m, row)
+            result.add_row(
+                *(Text(cell, style="bold") for cell in (_case_cells(m.case) if position == 0 else [""] * 4)),
+                *(Text(cell, style="cyan" if own else "") for cell in (m.implementation, *map(figure, shown))),
+                Text("n/a" if m.wrong is None else str(m.wrong), style="bold red" if m.wrong else ""),
+                *([_over_floor(m, floor)] if floor else []),
+                *(_ratio_cell(ratio.get(name)) for name in owns),
+                end_section=position == len(row) - 1 and len(row) > 1,
+            )
     return result
 
 
-def _cells(m: Measurement, row: Sequence[Measurement], owns: Sequence[str], *, first: bool) -> list[Text]:
-    own = m.implementation in OWN
-    case = _case_cells(m.case) if first else ["", "", "", ""]
-    wrong = Text("n/a" if m.wrong is None else str(m.wrong), style="bold red" if m.wrong else "")
-    shown = [figure(value) for value in (m.time_us, m.algbw, m.busbw)]
-    ratio = ratios(m, row)
-    return [
-        *(Text(cell, style="bold") for cell in case),
-        Text(m.implementation, style="cyan" if own else ""),
-        *(Text(cell, style="cyan" if own else "") for cell in shown),
-        wrong,
-        *(_ratio_cell(ratio.get(name)) for name in owns),
-    ]
+def _over_floor(m: Measurement, floor: Floor) -> Text:
+    return Text(f"{m.time_us / floor.us(m.case):.2f}" if m.time_us else "")
 
 
 def _case_cells(case: Case) -> list[str]:

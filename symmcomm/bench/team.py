@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from symmcomm.bench.method import ON_CPUS, Method
 from symmcomm.bench.mpi_installations import MPIInstallation
-from symmcomm.bench.rank import Answer, Command
+from symmcomm.bench.rank import Command
+from symmcomm.bench.timer import Answer
 from symmcomm.errors import SymmCommError
 
 _LOOK_S = 0.1
@@ -54,18 +56,21 @@ class SpawnedTeam:
     """Rank processes of our own.
 
     Args:
+        world_size: processes to start.
         mpi: its launcher starts the ranks; ``None`` starts plain processes.
         timeout_s: the longest that one command may take.
     """
 
     def __init__(
-        self, name: str, implementations: list[str], world_size: int, mpi: MPIInstallation | None, timeout_s: float
-    ) -> None:
+        self, name: str, implementations: list[str], world_size: int, mpi: MPIInstallation | None, timeout_s: float,
+        method: Method = ON_CPUS,
+    ) -> None:  # fmt: skip
         self.name, self.implementations, self._timeout_s = name, implementations, timeout_s
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  as long as the team
         self._processes: list[subprocess.Popen[bytes]] = []
         self._partial = b""
-        program = [sys.executable, "-m", "symmcomm.bench.rank", "--coordinator", str(os.getpid()), *implementations]
+        program = [sys.executable, "-m", "symmcomm.bench.rank", "--coordinator", str(os.getpid())]
+        program += ["--method", method.to_json(), *implementations]
         try:
             if mpi is not None:
                 variables = ["-u", "RANK", "-u", "WORLD_SIZE", "OMP_NUM_THREADS=1"]

@@ -12,7 +12,8 @@ not timed.
 ``time.perf_counter`` on each rank; the round's figure is the mean a call on the slowest rank. The number of calls, the
 same on all ranks, comes from two unrecorded rounds, so that a round takes about 20 ms and has at least 3 calls. The
 implementations take turns, one round each, in the reverse order every other time: what the machine does meanwhile
-meets all of them. The figure of the case is the median over the rounds.
+meets all of them. The figure of the case is the median over the rounds. On GPUs rounds are shorter; ``gpu_timing`` says
+what a rank's clock reads there.
 
 **Fairness.** One torch thread a rank. Peers run their fastest form: mpi4py's buffer calls on prepared messages at
 thread level ``funneled``, in place where symmcomm is; synchronous calls for gloo. symm, gloo and Open MPI share
@@ -29,12 +30,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from symmcomm.bench.case import Case, Collective
-from symmcomm.bench.rank import Answer
+from symmcomm.bench.method import FEWEST, ON_CPUS, Method
 from symmcomm.bench.team import Team
+from symmcomm.bench.timer import Answer
 
-ROUND_S = 0.02
-MIN_ITERATIONS = 3
-MAX_ITERATIONS = 50_000
 Progress = Callable[[str], None]
 
 
@@ -47,6 +46,7 @@ class Measurement:
         refusal: why the implementation cannot run the case.
         iterations: calls a round.
         round_us: mean time a call, one entry a round, in microseconds.
+        round_host_us: what a call costs the host, where that is another time.
     """
 
     implementation: str
@@ -55,6 +55,12 @@ class Measurement:
     refusal: str | None = None
     iterations: int = 0
     round_us: list[float] = field(default_factory=list)
+    round_host_us: list[float] = field(default_factory=list)
+
+    @property
+    def host_us(self) -> float | None:
+        """Median over the rounds; ``None`` if it was not measured."""
+        return statistics.median(self.round_host_us) if self.round_host_us else None
 
     @property
     def time_us(self) -> float | None:
@@ -77,7 +83,9 @@ def num_steps(num_implementations: int, rounds: int) -> int:
     return num_implementations * (1 + rounds)
 
 
-def measure(teams: Sequence[Team], case: Case, rounds: int, progress: Progress) -> list[Measurement]:
+def measure(
+    teams: Sequence[Team], case: Case, rounds: int, progress: Progress, method: Method = ON_CPUS
+) -> list[Measurement]:
     """Checks and times all implementations of all teams on one case; see the module's docstring for how.
 
     Raises TeamError if a rank fails.
@@ -89,13 +97,15 @@ def measure(teams: Sequence[Team], case: Case, rounds: int, progress: Progress) 
             measurement = _checked(team, name, case)
             measurements.append(measurement)
             if measurement.wrong == 0:
-                measurement.iterations = _iterations(team, name)
+                measurement.iterations = _iterations(team, name, method)
                 running.append((team, measurement))
             progress(name)
     for turn in range(rounds):
         for team, measurement in running if turn % 2 == 0 else reversed(running):
-            seconds = _round(team, measurement.implementation, measurement.iterations)
-            measurement.round_us.append(seconds * 1e6)
+            answer = _round(team, measurement.implementation, measurement.iterations)
+            measurement.round_us.append(answer["seconds"] * 1e6)
+            if "host_seconds" in answer:
+                measurement.round_host_us.append(answer["host_seconds"] * 1e6)
             progress(measurement.implementation)
     return measurements
 
@@ -115,15 +125,15 @@ def _left_early(answers: Sequence[Answer]) -> int:
     return sum(answer["left"] < last for answer in answers)
 
 
-def _iterations(team: Team, name: str) -> int:
+def _iterations(team: Team, name: str, method: Method) -> int:
     """Calls that fill a round. The first estimate holds what comes once: page faults, connections."""
-    iterations = MIN_ITERATIONS
+    iterations = FEWEST
     for _ in range(2):
-        seconds = max(_round(team, name, iterations), 1e-9)
-        iterations = min(max(int(ROUND_S / seconds), MIN_ITERATIONS), MAX_ITERATIONS)
+        iterations = method.calls(_round(team, name, iterations)["seconds"])
     return iterations
 
 
-def _round(team: Team, name: str, iterations: int) -> float:
+def _round(team: Team, name: str, iterations: int) -> dict[str, float]:
+    """Each figure of the slowest rank."""
     answers = team.ask({"do": "time", "implementation": name, "iterations": iterations})
-    return max(float(answer["seconds"]) for answer in answers)
+    return {key: max(float(answer[key]) for answer in answers) for key in answers[0]}

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from symmcomm.bench import timing
 from symmcomm.bench.case import Collective, cases
+from symmcomm.bench.method import Device, Method
 from symmcomm.bench.mpi_installations import find_mpis
 from symmcomm.bench.run import PEERS, start_teams
 from symmcomm.bench.team import SpawnedTeam, TeamError
@@ -23,7 +24,9 @@ from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.testing.spawn import launch_command
 
 WORLD = 3
-INSTALLED = [peer for peer in PEERS if peer == "gloo" or peer in find_mpis()]
+ON_CPU = ["--device", "cpu"]
+ONE_SIZE = ["-b", "4K", "-e", "4K"]
+INSTALLED = [peer for peer in PEERS[Device.cpu] if peer == "gloo" or peer in find_mpis()]
 REDUCTIONS = [(DType.bfloat16, Op.sum), (DType.int32, Op.max), (DType.bool, Op.bxor), (DType.float16, Op.avg)]
 
 
@@ -38,7 +41,7 @@ def teams() -> Iterator[list[SpawnedTeam]]:
 
 @pytest.fixture(autouse=True)
 def _short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "ROUND_S", 0.002)
+    monkeypatch.setattr(Method, "round_s", 0.002)
 
 
 @pytest.mark.parametrize("collective", Collective)
@@ -97,10 +100,10 @@ def test_a_killed_rank_ends_the_team(teams: list[SpawnedTeam]) -> None:
 def test_a_run_writes_table_json_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = {"--json": tmp_path / "run.json", "--plot": tmp_path / "run.png"}
-    arguments = ["bench", "all_reduce", "--nproc", "2", "-b", "1K", "-e", "64K", "-f", "64", "--peers", "gloo,mpi"]
+    arguments = ["bench", "all_reduce", *ON_CPU, "--nproc", "2", "--peers", "gloo,mpi", "-b", "1K", "-e", "64K"]
     for option, path in files.items():
         arguments += [option, str(path)]
-    result = CliRunner().invoke(app, [*arguments, "--rounds", "2"])
+    result = CliRunner().invoke(app, [*arguments, "-f", "64", "--rounds", "2"])
     assert result.exit_code == 0, result.output
     assert "#wrong" in result.stdout
     content = json.loads(files["--json"].read_text())
@@ -116,7 +119,7 @@ def test_a_run_writes_table_json_and_plot(tmp_path: Path) -> None:
 def test_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    bench = ["-m", "symmcomm", "bench", "broadcast", "-b", "4K", "-e", "4K", "--rounds", "1", "--json", str(path)]
+    bench = ["-m", "symmcomm", "bench", "broadcast", *ON_CPU, *ONE_SIZE, "--rounds", "1", "--json", str(path)]
     done = launch_command([*torchrun, *bench, "--peers", "gloo,mpi"], timeout_s=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("size") == 1, "rank 0 alone prints"
@@ -130,7 +133,7 @@ def test_joins_the_ranks_of_mpirun() -> None:
     if INSTALLED == ["gloo"]:
         pytest.skip("no MPI is installed")
     name = INSTALLED[-1]
-    bench = [sys.executable, "-m", "symmcomm", "bench", "-b", "4K", "-e", "4K", "--rounds", "1", "--peers", name]
+    bench = [sys.executable, "-m", "symmcomm", "bench", *ON_CPU, *ONE_SIZE, "--rounds", "1", "--peers", name]
     done = launch_command([*find_mpis()[name].command(2), *bench], timeout_s=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("size") == 1, "rank 0 alone prints"
@@ -139,6 +142,6 @@ def test_joins_the_ranks_of_mpirun() -> None:
 
 def test_ranks_that_cannot_start_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
-    result = CliRunner().invoke(app, ["bench", "--nproc", "2", "-e", "1K"])
+    result = CliRunner().invoke(app, ["bench", *ON_CPU, "--nproc", "2", "-e", "1K"])
     assert result.exit_code == 1
     assert "error: team own (symm, symm_heap)" in result.output

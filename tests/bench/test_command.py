@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from symmcomm.bench.method import Device, Machine
 from symmcomm.bench.run import joined, parse_peers, plan_teams, present
 from symmcomm.cli import app
 from symmcomm.env import Launch
@@ -28,6 +29,9 @@ BAD_ARGUMENTS = [
     (["--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
     (["--plot", "figure.doc"], "figure.doc"),
     (["send_recv", "--nproc", "1"], "send_recv needs 2 ranks, not 1"),
+    (["--device", "cpu", "--timing", "graph"], "--timing is for GPUs"),
+    (["--virtual-ranks", "1"], "1 is not in 2..16"),
+    (["--device", "cuda"], "--device cuda: no GPU in this test"),
 ]
 
 
@@ -36,7 +40,8 @@ def launch(**fields: str) -> Launch:
 
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_launcher_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symmcomm.cli.find_gpus", lambda: Machine(num_gpus=0, obstacle="no GPU in this test"))
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -63,6 +68,16 @@ def test_peers() -> None:
     assert parse_peers("none", ["mpich"]) == []
     with pytest.raises(ArgumentError, match="'mpich' is not installed"):
         parse_peers("mpich", ["openmpi"])
+
+
+def test_peers_on_gpus() -> None:
+    assert parse_peers("nccl,torch_symm_mem", [], Device.cuda) == ["nccl", "torch_one_shot", "torch_two_shot"]
+    assert parse_peers("nvshmem,nccl_symm,none", [], Device.cuda) == ["nvshmem", "nccl_symm"]
+    with pytest.raises(ArgumentError, match="'gloo' is no peer on cuda: expected some of nccl"):
+        parse_peers("gloo", [], Device.cuda)
+    (own,) = plan_teams(["nccl"], Device.cuda)
+    assert (own.implementations, own.launcher) == (["symm", "symm_heap", "nccl"], None)
+    assert present(["nccl"], launch(OMPI_COMM_WORLD_SIZE="2"), Device.cuda) == (["nccl"], [])
 
 
 def test_teams() -> None:

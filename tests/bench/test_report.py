@@ -10,10 +10,14 @@ import pytest
 from rich.console import Console
 
 from symmcomm.bench.case import Case, Collective
+from symmcomm.bench.floor import Floor
+from symmcomm.bench.method import Device, Method, Timing
 from symmcomm.bench.plot import bytes_text, plot
 from symmcomm.bench.report import Report, figure, ratios, refusals, table
 from symmcomm.bench.timing import Measurement
 from symmcomm.schedule.dtypes import DType, Op
+
+FLOOR = Floor(launch_us=1, signal_us=2, bandwidth=524.288)
 
 
 def row(size_bytes: int = 1 << 20, wrong: int = 0) -> list[Measurement]:
@@ -82,8 +86,34 @@ def test_json_holds_every_figure() -> None:
 def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"
-    plot([row(1024), row(1 << 20)], "all_reduce", path)
+    plot([row(1024), row(1 << 20)], "all_reduce", path, FLOOR)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_floor_and_host_time_have_columns_where_they_were_measured() -> None:
+    measurements = row()
+    measurements[0].round_host_us = [7.0, 8.0, 9.0]
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(table([measurements], FLOOR))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["1048576", "524288", "bfloat16", "sum", "symm", "100.0", "10.49", "15.73", "8.00", "0", "16.67"] in lines
+    assert ["gloo", "1000", "1.05", "1.57", "n/a", "0", "166.67", "10.00x", "20.00x"] in lines
+
+
+def test_json_of_a_run_on_gpus() -> None:
+    run = report([row()])
+    run.method, run.floor = Method(device=Device.cuda, timing=Timing.graph), FLOOR
+    run.machine = {"ranks": 2}
+    facts = {"num_sms": 132, "memory_bytes": 1, "l2_bytes": 1, "versions": {"nccl": "2.28.9"}}
+    run.learn([{"gpu": "H200", "uuid": "a", **facts}, {"gpu": "H200", "uuid": "b", **facts}])
+    assert run.place == "2 ranks on 2 x H200, CUDA graphs"
+    run.learn([{"gpu": "H200", "uuid": "b", **facts}])
+    assert run.place == "2 ranks on 2 x H200, CUDA graphs", "a GPU counts once"
+    content = json.loads(json.dumps(run.to_json()))
+    assert content["floor"] == {"launch_us": 1, "signal_us": 2, "bandwidth": 524.288}
+    assert content["results"][0]["floor_us"] == pytest.approx(1 + 2 + 1.5 * (1 << 20) / 524.288e3)
+    assert content["method"]["timing"] == "graph"
+    assert content["versions"]["nccl"] == "2.28.9"
 
 
 @pytest.mark.parametrize(("value", "text"), [(None, "n/a"), (1.234, "1.23"), (123.45, "123.5"), (12345.6, "12346")])

@@ -10,8 +10,9 @@ import pytest
 from fake_driver import INVALID, FakeDriver, Machine
 
 from symmcomm import probe_gpu
+from symmcomm.doctor_gpu import examine_gpus
 from symmcomm.env import Settings
-from symmcomm.probe_gpu import gpu_probes, probe_driver, probe_facts
+from symmcomm.probe_gpu import probe_driver, probe_facts
 from symmcomm.schedule.topology_gpu import GpuFacts, decide_provider
 
 
@@ -119,5 +120,5 @@ def test_a_disagreement_between_two_mappings_is_a_refusal(monkeypatch: pytest.Mo
 def test_torch_of_another_vendor_is_named(monkeypatch: pytest.MonkeyPatch, hip: Any, cuda: Any, reason: str) -> None:
     monkeypatch.setattr(probe_gpu.torch, "version", SimpleNamespace(hip=hip, cuda=cuda))
     assert reason in probe_driver().reason
-    assert list(gpu_probes(Settings())) == ["CUDA driver"]
+    assert list(examine_gpus(Settings()).attempts) == ["CUDA driver"]
     assert not probe_facts(0, Settings()).device.works

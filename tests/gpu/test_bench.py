@@ -1,0 +1,102 @@
+"""``symmcomm bench`` and ``symmcomm doctor`` on real GPUs: what they write is whole and right. Multicast stays off."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from symmcomm.testing.spawn import launch_command
+
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not NUM_GPUS, reason="no CUDA device")]
+NEEDS_TWO = pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU only")
+FORBID_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
+    "SYMMCOMM_DISABLE_MULTICAST": "1",
+}  # fmt: skip
+OWN = ["symm", "symm_heap"]
+SIZES = ["-b", "1K", "-e", "16M", "-f", "128"]  # 1 KiB, 128 KiB, 16 MiB
+
+
+@pytest.fixture(autouse=True)
+def _no_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in FORBID_MULTICAST.items():
+        monkeypatch.setenv(name, value)
+
+
+def symmcomm(*arguments: str) -> str:
+    done = launch_command([sys.executable, "-m", "symmcomm", *arguments], timeout_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def bench(path: Path, *arguments: str) -> dict[str, Any]:
+    said = symmcomm("bench", *arguments, "-d", "bfloat16", "--device", "cuda", "--rounds", "3", "--json", str(path))
+    assert "# floor = " in said
+    content: dict[str, Any] = json.loads(path.read_text())
+    floor = content["floor"]
+    assert 0 < floor["launch_us"] < 20
+    assert floor["bandwidth"] > 1
+    return content
+
+
+@NEEDS_TWO
+def test_a_run_with_peers(tmp_path: Path) -> None:
+    names = ["nccl", "nccl_symm", "torch_one_shot", "torch_two_shot", "nvshmem"]
+    content = bench(tmp_path / "run.json", "all_reduce", *SIZES, "--peers", ",".join(names))
+    results = content["results"]
+    assert [(entry["size_bytes"], entry["implementation"]) for entry in results] == [
+        (1024 * 128**step, name) for step in range(3) for name in OWN + names
+    ]
+    for entry in results:
+        measured = entry["implementation"] in (*OWN, "nccl", "torch_two_shot")
+        assert entry["wrong"] == 0 if measured else entry["wrong"] in (0, None), entry
+        if entry["wrong"] is None:
+            assert entry["refusal"]
+            continue
+        assert entry["time_us"] > 0.5 * entry["floor_us"], "faster than the floor by half: it was not measured right"
+        assert entry["host_us"] is None
+    assert 0 < content["floor"]["signal_us"] < 100
+    assert len(content["machine"]["gpus"]) == content["machine"]["ranks"] == 2
+    assert content["method"] == {
+        "device": "cuda", "timing": "graph", "cold_l2": False, "virtual_ranks": 0, "share_gpu": False,
+    }  # fmt: skip
+
+
+@NEEDS_TWO
+def test_eager_calls(tmp_path: Path) -> None:
+    arguments = ("broadcast", "-b", "64K", "-e", "64K", "--timing", "eager", "--peers", "nccl")
+    results = bench(tmp_path / "run.json", *arguments)["results"]
+    assert [(entry["implementation"], entry["wrong"]) for entry in results] == [(name, 0) for name in [*OWN, "nccl"]]
+    assert all(entry["time_us"] >= entry["host_us"] > 0 for entry in results)
+
+
+@NEEDS_TWO
+def test_cold_l2(tmp_path: Path) -> None:
+    for cold in bench(tmp_path / "run.json", "all_reduce", "-b", "16M", "-e", "16M", "--cold-l2")["results"]:
+        assert cold["wrong"] == 0
+        assert cold["time_us"] > 0.8 * cold["floor_us"], "the flush is taken off, and no more than it"
+
+
+def test_virtual_ranks_are_labelled(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    content = bench(path, "all_reduce", *SIZES, "--virtual-ranks", "4", "--peers", "nccl")
+    found = [(entry["implementation"], entry["wrong"]) for entry in content["results"]]
+    assert found == 3 * [("symm", 0), ("symm_heap", 0), ("nccl", None)]
+    assert "nccl: n/a, virtual ranks run symmcomm's kernels only" in content["notes"]
+    assert content["method"]["virtual_ranks"] == 4
+
+
+def test_the_doctor_sees_the_gpus() -> None:
+    found = json.loads(symmcomm("doctor", "--json", "--device", "cuda", "--nproc", str(min(NUM_GPUS, 2))))
+    assert len(found["gpus"]["devices"]) == NUM_GPUS
+    assert found["paths"]["GPU memory"]["status"] == "possible"
+    assert found["paths"]["multicast"]["reason"].startswith("forbidden by SYMMCOMM_DISABLE_MULTICAST=1")
+    assert found["paths"]["NVLink multicast"]["status"] == "refused"
+    assert found["ranks"]["status"] == "possible", found["ranks"]["reason"]
+    assert "GPU memory by" in found["ranks"]["reason"]

@@ -24,6 +24,7 @@ from symmcomm.errors import ArgumentError, DTypeError
 from symmcomm.kernels.gpu import instances
 from symmcomm.kernels.gpu.barrier import Barrier
 from symmcomm.kernels.gpu.compile import Kernel
+from symmcomm.kernels.gpu.copy_engine import AllGatherCopyEngine
 from symmcomm.kernels.gpu.point_to_point import Message
 from symmcomm.kernels.gpu.words import StoreWords, SwapSignal
 from symmcomm.schedule import select_gpu
@@ -44,6 +45,8 @@ class GpuCollectives(GpuMemory):
     Raises, from every method: ArgumentError, DTypeError on the calling rank; what ``check`` raises about earlier calls.
     """
 
+    _engine: AllGatherCopyEngine | None = None
+
     def _find(self, key: tuple[object, ...], make: Callable[[], Call]) -> Call:
         """The prepared call; made, and kept, if it is new."""
         call = self._calls.get(key)
@@ -58,7 +61,7 @@ class GpuCollectives(GpuMemory):
     def all_reduce(self, tensor: torch.Tensor, op: object = "sum") -> None:
         """Replaces ``tensor`` on every rank by the reduction of all ranks' tensors, in rank order, with the same bits.
 
-        Small tensors, and symmetric ones, are reduced where they are; others pass through staging memory in chunks.
+        Small tensors, and symmetric ones, are reduced where they are; others are pipelined through staging memory.
         """
         try:
             call = self._calls[tensor.dtype, op, tensor.numel()]
@@ -77,12 +80,9 @@ class GpuCollectives(GpuMemory):
             return lambda tensor: self.check()
         num_bytes = count * dtype.itemsize
         ordinary, symmetric = (self.choose_all_reduce(num_bytes, dtype, each) for each in (False, True))
-        if ordinary.algorithm is not Algorithm.two_shot:
-            outside = self._direct(ordinary, dtype, op, count)
-            if symmetric == ordinary:
-                return outside
-        else:
-            outside = lambda tensor: self._reduce_in_chunks(tensor, dtype, op, True)
+        outside = self._direct(ordinary, dtype, op, count)
+        if symmetric == ordinary:
+            return outside
         inside = self._direct(symmetric, dtype, op, count)
         return lambda tensor: (outside if self.symmetric_offset(tensor) < 0 else inside)(tensor)
 
@@ -112,21 +112,6 @@ class GpuCollectives(GpuMemory):
             return lambda tensor: run(function, tensor.data_ptr(), nowhere, count, grid)
         return lambda tensor: run(function, tensor.data_ptr(), torch.empty_like(tensor).data_ptr(), count, grid)
 
-    def _reduce_in_chunks(self, tensor: torch.Tensor, dtype: DType, op: Op, keeps: bool) -> None:
-        """All-reduce by copies in staging memory. The kernel ends when all ranks are done with all copies."""
-        flat, step = tensor.detach().view(-1), self.scratch_bytes // dtype.itemsize
-        assert self.staging is not None, "the heap is open"
-        for start in range(0, flat.numel(), step):
-            part = flat[start : start + step]
-            copy = self.staging[: part.nbytes].view(part.dtype)
-            self.follow_stream()
-            copy.copy_(part)
-            shape = select_gpu.two_shot_shape(part.nbytes, dtype, self.world_size, self.num_sms)
-            kernel = self.kernel_of_all_reduce(shape, dtype, op)
-            self.launch(kernel, 0, self.scratch(part.nbytes), part.numel(), shape.grid)
-            if keeps:
-                part.copy_(copy)
-
     def reduce(self, tensor: torch.Tensor, dst: int, op: object = "sum") -> None:
         """As ``all_reduce``, but only rank ``dst`` gets the result; the other ranks' tensors keep their values."""
         self.check_tensor(tensor, "tensor")
@@ -140,8 +125,6 @@ class GpuCollectives(GpuMemory):
         if self.world_size == 1 or count == 0:
             return lambda tensor: self.check()
         shape = self.choose_all_reduce(count * dtype.itemsize, dtype, False)
-        if shape.algorithm is Algorithm.two_shot:
-            return lambda tensor: self._reduce_in_chunks(tensor, dtype, op, keeps)
         return self._direct(shape, dtype, op, count, keeps)
 
     def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, op: object = "sum") -> None:
@@ -230,7 +213,13 @@ class GpuCollectives(GpuMemory):
         shape = select_gpu.choose_all_gather(
             num_bytes, self.world_size, self.num_sms, source_symmetric, target_symmetric, self.thresholds
         )
-        function, run = self.compiled(instances.all_gather(shape, self.world_size, same)), self.run
+        run = self.run
+        if shape.algorithm is Algorithm.copy_engine:
+            engine = self.copy_engine()
+            return lambda source, _, source_pitch, target, into, target_pitch, sender: run(
+                engine, source, source_pitch, into, target_pitch, num_bytes, sender
+            )
+        function = self.compiled(instances.all_gather(shape, self.world_size, same))
 
         def call(
             source: int, out_of: int, source_pitch: int, target: int, into: int, target_pitch: int, sender: int
@@ -242,6 +231,20 @@ class GpuCollectives(GpuMemory):
                 run(function, out_of if shape.algorithm is Algorithm.pull else source, ends[0], target, *ends[1:])
 
         return call
+
+    def copy_engine(self) -> AllGatherCopyEngine:
+        """The copy engines of this communicator; they have a stream of their own."""
+        if self._engine is None:
+            with torch.cuda.device(self.device):
+                self._engine = AllGatherCopyEngine(self.world_size, self.arch, self.arch_number)
+        return self._engine
+
+    def close(self, wait: bool) -> None:
+        """See ``GpuMemory.close``."""
+        super().close(wait)
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def _uneven(
         self,

@@ -167,7 +167,6 @@ class GpuMemory:
             self._state: torch.Tensor | None = self.heap.tensor(self.rank, 0, at.EPOCHS).view(torch.int64)
             self._state[at.RECORD // 8] = self._record.data_ptr()
             self._state[at.TIMEOUT_NS // 8] = int(self.timeout_s * 1e9)
-            self.staging: torch.Tensor | None = self.heap.tensor(self.rank, self._scratch, self.scratch_bytes)
             torch.cuda.synchronize(self.device)
         self._word = ctypes.c_uint32.from_address(self._record.data_ptr())
         watch = self.comm.watch
@@ -333,7 +332,7 @@ class GpuMemory:
         finally:
             self._alarm.close()
             self.stop(ClosedError("the communicator is closed"))
-            self._state = self.staging = None
+            self._state = None
             self.heap.close(agree)
 
     def leave_to_parent(self) -> None:

@@ -218,6 +218,8 @@ def choose_all_gather(
         return shape
     if part_bytes < at.push_bytes:
         return staged_shape(part_bytes, world_size, num_sms)
+    if target_symmetric and part_bytes >= at.copy_engine_bytes:
+        return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=1, unroll=1)
     if target_symmetric:
         return direct_shape(part_bytes, num_sms, Algorithm.push)
     if source_symmetric:

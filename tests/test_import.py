@@ -25,6 +25,7 @@ def run(code: str, **env: str) -> str:
     launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in launch and not name.startswith("OMPI_")}
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
+    kept["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else torch imports an installed symmcomm before these tests do
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env={**kept, **env}, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -211,8 +211,9 @@ class GpuCollectives(GpuMemory):
 
     def _prepare_spread(self, num_bytes: int, same: bool, source_symmetric: bool, target_symmetric: bool) -> Call:
         shape = select_gpu.choose_all_gather(
-            num_bytes, self.world_size, self.num_sms, source_symmetric, target_symmetric, self.thresholds
-        )
+            num_bytes, self.world_size, self.num_sms, source_symmetric, target_symmetric, self.thresholds,
+            copy_engine=True,
+        )  # fmt: skip
         run = self.run
         if shape.algorithm is Algorithm.copy_engine:
             engine = self.copy_engine()

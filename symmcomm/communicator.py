@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -28,8 +29,9 @@ from symmcomm.collectives.lists import all_gather, all_to_all
 from symmcomm.collectives.mismatch import explain
 from symmcomm.collectives.point_to_point import recv, send
 from symmcomm.collectives.reduce_scatter import reduce_scatter_tensor
+from symmcomm.discovery import cpu_topology, numa_node
 from symmcomm.env import Settings
-from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, DTypeError, MismatchError
+from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, DTypeError, MismatchError, TopologyError
 from symmcomm.kernels import cpu
 from symmcomm.kernels.compile import compile_once
 from symmcomm.kernels.cpu import context as c
@@ -39,11 +41,13 @@ from symmcomm.memory.heap import SymmetricHeap
 from symmcomm.memory.private import agree_on_reading
 from symmcomm.memory.signals import ControlLayout
 from symmcomm.memory.status import Fate, Report, StatusPage
-from symmcomm.schedule.select import choose
+from symmcomm.schedule.cost import RingMode, choose_from
+from symmcomm.schedule.select import NEVER, choose
+from symmcomm.schedule.topology import Topology, load_topology
 from symmcomm.watch import Watch
 
 _CONCURRENT = "another thread is in a call on this communicator: give each thread its own by split()"
-_VERSION = 1  # of the layout and the protocols in shared memory; ranks must agree
+_VERSION = 2  # of the layout and the protocols in shared memory; ranks must agree
 
 
 class Communicator:
@@ -55,6 +59,7 @@ class Communicator:
         settings: the SYMMCOMM_* variables in force.
         num_cores: cores that the ranks share; with fewer than ranks, waiting ranks yield early.
         single_copy: whether ranks may read each other's ordinary tensors (``memory.private``).
+        topology: what joins the ranks. ring_from: the rings it suggests, and the least bytes of input that they take.
         bootstrap_name: how the ranks found each other.
     """
 
@@ -82,10 +87,13 @@ class Communicator:
         num_cores: int,
         single_copy: bool,
         bootstrap_name: str,
+        topology: Topology,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.settings, self.num_cores, self.bootstrap_name = settings, num_cores, bootstrap_name
-        self.single_copy = single_copy
+        self.single_copy, self.topology = single_copy, topology
+        mode, least_bytes = choose_from(topology)
+        self.ring_from = (mode, NEVER if mode is RingMode.All2All else least_bytes)
         self.kernels = cpu.load()
         self.all_reduce_entry = self.kernels.all_reduce
         self.all_reductions: dict[tuple[object, ...], int] = {}
@@ -129,6 +137,7 @@ class Communicator:
             views[table] = context[start : start + size]
             context[table] = views[table].ctypes.data
             start += size
+        self.tile_address = context[c.NUM_FIELDS :].ctypes.data
         views[c.PIDS][:] = self.heap.exchange.pids
         self.targets, self.expected, self.outgoing = views[c.TARGETS], views[c.EXPECTED], views[c.OUTGOING]
         fields = {
@@ -140,7 +149,7 @@ class Communicator:
             c.IN_PLACE_BYTES: self.tuning.in_place_bytes, c.SINGLE_COPY_BYTES: self.tuning.single_copy_bytes,
             c.PIPELINED_BYTES: self.tuning.pipelined_bytes,
             c.SPINS: self.tuning.spins, c.YIELDS: self.tuning.yields,
-            c.TILE: context[c.NUM_FIELDS :].ctypes.data, c.HEAP_BYTES: self.heap_bytes,
+            c.STEPS: layout.steps, c.TILE: self.tile_address, c.HEAP_BYTES: self.heap_bytes,
         }  # fmt: skip
         context[list(fields)] = list(fields.values())
 
@@ -225,8 +234,9 @@ class Communicator:
 
         name = f"split of {self.world_size} ranks"
         return Communicator(
-            members.index(self.rank), len(members), all_gather, self.settings, self.num_cores, self.single_copy, name
-        )
+            members.index(self.rank), len(members), all_gather, self.settings, self.num_cores, self.single_copy, name,
+            self.topology.restricted_to(members),
+        )  # fmt: skip
 
     def close(self, *, wait: bool = True) -> None:
         """Collective. Waits for all ranks and gives everything back; tensors on the heap stay readable. Repeating it is
@@ -332,7 +342,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def init(
-    group: dist.ProcessGroup | None = None, *, settings: Settings | None = None, bootstrap: Bootstrap | None = None
+    group: dist.ProcessGroup | None = None,
+    *,
+    settings: Settings | None = None,
+    bootstrap: Bootstrap | None = None,
+    topology: Topology | None = None,
 ) -> Communicator:
     """Collective. A communicator of all ranks.
 
@@ -342,10 +356,11 @@ def init(
     Args:
         settings: in place of the SYMMCOMM_* variables.
         bootstrap: how the ranks reach each other, if not in one of these ways; closed at the end.
+        topology: what joins the ranks, the same on all; else SYMMCOMM_TOPOLOGY names a file, else it is discovered.
 
     Raises:
         BootstrapError: the ranks did not find each other. HostMismatchError: they are on different hosts.
-        MismatchError: they run with different settings.
+        MismatchError: they run with different settings. TopologyError: it does not parse or is for other ranks.
     """
     settings = settings or Settings.from_env()
     timeout_s = settings.timeout_s
@@ -357,21 +372,31 @@ def init(
             return bootstrap.all_gather(payload, timeout_s)
 
         check_same_host(bootstrap, timeout_s)
-        num_cores = _agree(rank, settings, all_gather)
+        num_cores, topology = _agree(rank, world_size, settings, topology, all_gather)
         single_copy = agree_on_reading(rank, settings.single_copy, all_gather)
         if rank == 0:
             compile_once(cpu.load)  # fills Numba's cache for the others
         all_gather(b"kernels are compiled")
-        return Communicator(rank, world_size, all_gather, settings, num_cores, single_copy, bootstrap.name)
+        return Communicator(rank, world_size, all_gather, settings, num_cores, single_copy, bootstrap.name, topology)
     finally:
         bootstrap.close()
 
 
-def _agree(rank: int, settings: Settings, all_gather: Callable[[bytes], list[bytes]]) -> int:
-    """Compares what ranks must have alike; returns how many cores the ranks share. Pins this rank if asked to."""
+def _agree(
+    rank: int, world_size: int, settings: Settings, topology: Topology | None,
+    all_gather: Callable[[bytes], list[bytes]],
+) -> tuple[int, Topology]:  # fmt: skip
+    """Compares what ranks must have alike; returns how many cores the ranks share, and what joins them. Pins this rank
+    if asked to."""
     cores = sorted(os.sched_getaffinity(0))
+    if topology is None and settings.topology:
+        topology = load_topology(settings.topology)
+    if topology is not None and topology.world_size != world_size:
+        raise TopologyError(f"the topology is for {topology.world_size} ranks, there are {world_size}")
+    given = "" if topology is None else hashlib.sha256(json.dumps(topology.to_json()).encode()).hexdigest()[:16]
     mine = {"version": _VERSION, "SYMMCOMM_HEAP_MAX_BYTES": settings.heap_max_bytes, "torch": torch.__version__,
-            "SYMMCOMM_STAGING_BYTES": settings.staging_bytes, "SYMMCOMM_SPIN": settings.spin}  # fmt: skip
+            "SYMMCOMM_STAGING_BYTES": settings.staging_bytes, "SYMMCOMM_SPIN": settings.spin,
+            "the topology's checksum": given}  # fmt: skip
     answers = [json.loads(answer) for answer in all_gather(json.dumps([mine, cores]).encode())]
     for peer, (theirs, _) in enumerate(answers):
         for name, value in mine.items():
@@ -380,4 +405,7 @@ def _agree(rank: int, settings: Settings, all_gather: Callable[[bytes], list[byt
     shared = sorted({core for _, theirs in answers for core in theirs})
     if settings.pin and len(cores) > 1:
         os.sched_setaffinity(0, {shared[rank % len(shared)]})
-    return len(shared)
+    if topology is None:
+        held = [[shared[peer % len(shared)]] if settings.pin else answers[peer][1] for peer in range(world_size)]
+        topology = cpu_topology([numa_node(theirs) for theirs in held])
+    return len(shared), topology

@@ -36,7 +36,17 @@ from torch._C._distributed_c10d import TCPStore
 from symmcomm import Communicator, init
 from symmcomm.bench import oracle
 from symmcomm.bench.case import Case, Collective
-from symmcomm.bench.implementations import OWN, Buffers, Call, Gloo, Implementation, Symm, mpi_implementation
+from symmcomm.bench.implementations import (
+    OWN,
+    RING,
+    Buffers,
+    Call,
+    Gloo,
+    Implementation,
+    Symm,
+    SymmRing,
+    mpi_implementation,
+)
 from symmcomm.bootstrap import Bootstrap, connect
 from symmcomm.env import Settings
 
@@ -70,9 +80,9 @@ class Rank:
         self._bound: dict[str, _Bound] = {}
 
     def _make(self, name: str) -> Implementation:
-        if name in OWN:
+        if name in (*OWN, RING):
             assert self._comm is not None
-            return Symm(self._comm)
+            return SymmRing(self._comm) if name == RING else Symm(self._comm)
         if name == "gloo":
             _join_gloo(self._relay)
             return Gloo()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from symmcomm.bench.case import Case
-from symmcomm.bench.implementations import OWN
+from symmcomm.bench.implementations import OWN, RING
 from symmcomm.bench.machine import hardware
 from symmcomm.bench.mpi_installations import MPIInstallation
 from symmcomm.bench.report import Report, versions
@@ -16,7 +16,7 @@ from symmcomm.bench.timing import Measurement, Progress, measure
 from symmcomm.env import Launch, Settings
 from symmcomm.errors import ArgumentError
 
-PEERS = ("gloo", "openmpi", "mpich")
+PEERS = (RING, "gloo", "openmpi", "mpich")
 _MPI_NAMES = {"Open MPI": "openmpi", "MPICH": "mpich"}
 
 
@@ -31,11 +31,11 @@ def parse_peers(text: str, installed: Iterable[str]) -> list[str]:
 
     Raises ArgumentError for an unknown name, and for an MPI that is named but not installed.
     """
-    available = ["gloo", *installed]
+    available = [RING, "gloo", *installed]
     names: list[str] = []
     for name in filter(None, (part.strip() for part in text.split(","))):
         if name == "mpi":
-            names += [peer for peer in available if peer != "gloo"]
+            names += [peer for peer in available if peer not in (RING, "gloo")]
         elif name in PEERS:
             if name not in available:
                 raise ArgumentError(f"{name!r} is not installed (found: {', '.join(available)}); see symmcomm doctor")
@@ -57,14 +57,14 @@ class TeamPlan:
 def plan_teams(peers: Sequence[str]) -> list[TeamPlan]:
     """Everybody together, as far as possible: two MPIs cannot live in one process."""
     launcher = "openmpi" if "openmpi" in peers else None
-    own = TeamPlan("own", [*OWN, *(peer for peer in ("gloo", "openmpi") if peer in peers)], launcher)
+    own = TeamPlan("own", [*OWN, *(peer for peer in (RING, "gloo", "openmpi") if peer in peers)], launcher)
     return [own, TeamPlan("mpich", ["mpich"], "mpich")] if "mpich" in peers else [own]
 
 
 def present(peers: Sequence[str], launch: Launch) -> tuple[list[str], list[str]]:
     """Of the peers, those that ranks started by torchrun or mpirun can run, and notes about the others."""
     mpi = None if launch.rank is not None else _MPI_NAMES.get(launch.mpi or "")
-    possible = [peer for peer in peers if peer in ("gloo", mpi)]
+    possible = [peer for peer in peers if peer in (RING, "gloo", mpi)]
     starter = launch.mpi if mpi else "torchrun"
     absent = [f"{peer}: n/a, the ranks were started by {starter}" for peer in peers if peer not in possible]
     return possible, absent

@@ -62,9 +62,9 @@ class Step:
     round: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """A schedule.
+    """A schedule. Equal only to itself.
 
     Attributes:
         name: for people. world_size: ranks. num_lanes: shares of a segment.

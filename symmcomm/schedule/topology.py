@@ -27,7 +27,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from pathlib import Path
@@ -154,6 +154,18 @@ class Topology:
         """Whether every rank reaches every other over links of one kind, however many there are."""
         kinds = {self.kind(s, t) for s in range(self.world_size) for t in range(self.world_size) if s != t}
         return len(kinds) <= 1
+
+    def restricted_to(self, members: Sequence[int]) -> Topology:
+        """Of these ranks, numbered anew in the order given; the others stay as switches."""
+        number = {rank: idx for idx, rank in enumerate(members)}
+
+        def named(end: Vertex) -> Vertex:
+            return number.get(end, f"rank {end}") if isinstance(end, int) else end
+
+        links = tuple(replace(link, ends=(named(link.ends[0]), named(link.ends[1]))) for link in self.links)
+        left = [[tuple(number[r] for r in group if r in number) for group in level] for level in self.levels]
+        levels = tuple(tuple(group for group in level if group) for level in left)
+        return replace(self, world_size=len(members), links=links, levels=levels)
 
     def to_json(self) -> dict[str, Any]:
         """The same as a file."""

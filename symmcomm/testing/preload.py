@@ -18,13 +18,15 @@ def _load_kernels() -> None:
     from symmcomm.kernels import cpu
     from symmcomm.kernels.compile import compile_once
     from symmcomm.kernels.cpu.reduce import reduction
-    from symmcomm.schedule.dtypes import DType, Op, supports
+    from symmcomm.kernels.cpu.ring import addition
+    from symmcomm.schedule.dtypes import DType, Op, partial_dtype, supports
 
     compile_once(cpu.load)
     for dtype in DType:
         for op in Op:
             if supports(dtype, op):
                 reduction(dtype, op)
+                addition(dtype, partial_dtype(dtype, op), op)
 
 
 with contextlib.suppress(Exception):

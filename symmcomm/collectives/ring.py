@@ -1,0 +1,85 @@
+"""Reduce-scatter and all-reduce by ring schedules, or by a schedule of one's own."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from symmcomm.collectives.call import NUM_BLOCKS_LIMIT, Kind, encode, parse_reduction
+from symmcomm.errors import ArgumentError, PlanError
+from symmcomm.kernels.cpu import ring as kernel
+from symmcomm.kernels.cpu.ring import addition
+from symmcomm.memory.signals import NUM_SLOTS
+from symmcomm.schedule.cost import RingMode, plan_of
+from symmcomm.schedule.dtypes import partial_dtype
+from symmcomm.schedule.plan import ROW_FIELDS, SOURCE_FIELDS, Plan, all_reduce_of
+from symmcomm.schedule.simulate import simulate
+
+if TYPE_CHECKING:
+    from symmcomm.communicator import Communicator
+
+_LEAST_SLOT_BYTES = 64 * 8  # of any type
+
+
+def ring_block(
+    self: Communicator, kind: Kind, dtype: torch.dtype, op: object, mode: RingMode | Plan | None, num_blocks: int
+) -> int:
+    """Address of what the ring kernel is told (words: ``kernels.cpu.ring``), prepared on the first such call; 0 if the
+    mode is the direct exchange.
+
+    Raises ArgumentError, DTypeError, TopologyError (no such ring on this topology), PlanError (a plan that is wrong).
+    """
+    key = ("ring", kind, dtype, op, mode, num_blocks)
+    try:
+        return self.reductions[key]
+    except (KeyError, TypeError):  # new, or an op that cannot be looked up
+        pass
+    if mode is None or mode is RingMode.All2All:
+        if num_blocks != 0:
+            raise ArgumentError(f"num_blocks={num_blocks} is for rings, ring_mode is {mode}")
+        return 0
+    if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or not 0 <= num_blocks < NUM_BLOCKS_LIMIT:
+        raise ArgumentError(f"num_blocks={num_blocks!r} is no whole number of 0..{NUM_BLOCKS_LIMIT - 1}")
+    if not isinstance(mode, RingMode | Plan):
+        raise ArgumentError(f"ring_mode={mode!r} is no RingMode, Plan or None")
+    own_dtype, own_op = parse_reduction(dtype, op)
+    plan = mode if isinstance(mode, Plan) else plan_of(mode, self.topology)
+    if isinstance(mode, Plan):
+        _check_plan(self, plan, kind)
+    elif kind is Kind.all_reduce:
+        plan = all_reduce_of(plan)
+    tag = (3, zlib.crc32(f"{plan!r}{num_blocks}".encode()) % NUM_BLOCKS_LIMIT)
+    if isinstance(mode, RingMode):
+        tag = (list(RingMode).index(mode), num_blocks)
+    partial = partial_dtype(own_dtype, own_op)
+    rows = np.array(plan.table(self.rank), dtype=np.int64)
+    row_words = len(ROW_FIELDS) + len(SOURCE_FIELDS) * plan.num_sources
+    words = np.zeros(kernel.SOURCES + 2 * max(plan.num_sources, 1), dtype=np.int64)
+    words[: kernel.SOURCES] = [
+        encode(kind, dtype, own_op, schedule=tag), own_dtype.itemsize, addition(own_dtype, partial, own_op),
+        partial.itemsize, rows.ctypes.data, len(rows), row_words, max(plan.num_slots, 1), plan.num_signals,
+        plan.num_lanes, int(plan.pull), num_blocks, self.tile_address,
+    ]  # fmt: skip
+    self.blocks += [rows, words]
+    address: int = words.ctypes.data
+    self.reductions[key] = address
+    return address
+
+
+def _check_plan(self: Communicator, plan: Plan, kind: Kind) -> None:
+    """Raises PlanError unless a user's plan does what the call is for, on this communicator."""
+    gathers = kind is Kind.all_reduce
+    if plan.world_size != self.world_size:
+        raise PlanError(f"{plan.name} is for {plan.world_size} ranks, the communicator has {self.world_size}")
+    if not plan.reduces or plan.gathers != gathers:
+        raise PlanError(f"{plan.name} is no {'all-reduce' if gathers else 'reduce-scatter'}")
+    simulate(plan)
+    room = NUM_SLOTS * self.layout.slot_bytes // (2 * max(plan.num_slots, 1))
+    if room < _LEAST_SLOT_BYTES or plan.num_sources > 255:
+        raise PlanError(
+            f"{plan.name} needs {plan.num_slots} slots, which leaves {room} bytes of staging memory for each (at least "
+            f"{_LEAST_SLOT_BYTES}), and adds up to {plan.num_sources} messages at once (at most 255)"
+        )

@@ -1,7 +1,7 @@
 """What is compared, each behind the same few methods and in its fastest call form.
 
-``symm`` is this library on ordinary tensors, ``symm_heap`` on symmetric ones, ``symm_ring`` round a ring. Ordinary tensors are shared by all
-implementations of a process, so that all work on the same pages.
+``symm`` is this library on ordinary tensors, ``symm_heap`` on symmetric ones, ``symm_ring`` round a ring. Ordinary
+tensors are shared by all implementations of a process, so that all work on the same pages.
 """
 
 from __future__ import annotations
@@ -135,7 +135,10 @@ class SymmRing(Symm):
 
     def call(self, case: Case, buffers: Buffers) -> Call:
         """See Implementation."""
-        return partial(super().call(case, buffers), ring_mode=RingMode.Ring1D)
+        comm, op, given = self._comm, case.op.name, buffers.input
+        if case.collective is Collective.all_reduce:
+            return partial(comm.all_reduce, given, op, ring_mode=RingMode.Ring1D)
+        return partial(comm.reduce_scatter_tensor, buffers.output, given, op, ring_mode=RingMode.Ring1D)
 
 
 class Gloo:

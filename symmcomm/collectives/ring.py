@@ -55,13 +55,14 @@ def ring_block(
     if isinstance(mode, RingMode):
         tag = (list(RingMode).index(mode), num_blocks)
     partial = partial_dtype(own_dtype, own_op)
+    functions = [addition(own_dtype, partial, own_op, many and plan.num_sources > 1) for many in (False, True)]
     rows = np.array(plan.table(self.rank), dtype=np.int64)
     row_words = len(ROW_FIELDS) + len(SOURCE_FIELDS) * plan.num_sources
     words = np.zeros(kernel.SOURCES + 2 * max(plan.num_sources, 1), dtype=np.int64)
     words[: kernel.SOURCES] = [
-        encode(kind, dtype, own_op, schedule=tag), own_dtype.itemsize, addition(own_dtype, partial, own_op),
-        partial.itemsize, rows.ctypes.data, len(rows), row_words, max(plan.num_slots, 1), plan.num_signals,
-        plan.num_lanes, int(plan.pull), num_blocks, self.tile_address,
+        encode(kind, dtype, own_op, schedule=tag), own_dtype.itemsize, *functions, partial.itemsize,
+        rows.ctypes.data, len(rows), row_words, max(plan.num_slots, 1), plan.num_signals, plan.num_lanes,
+        int(plan.pull), num_blocks, self.tile_address,
     ]  # fmt: skip
     self.blocks += [rows, words]
     address: int = words.ctypes.data

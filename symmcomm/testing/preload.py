@@ -26,7 +26,8 @@ def _load_kernels() -> None:
         for op in Op:
             if supports(dtype, op):
                 reduction(dtype, op)
-                addition(dtype, partial_dtype(dtype, op), op)
+                addition(dtype, partial_dtype(dtype, op), op, False)
+                addition(dtype, partial_dtype(dtype, op), op, True)
 
 
 with contextlib.suppress(Exception):

@@ -79,8 +79,8 @@ def pairs_for(world_size: int) -> list[tuple[DType, Op]]:
         return PAIRS
     if world_size <= 8:
         return PAIRS[world_size % 3 :: 3]
-    of_dtype = [[op for op in Op if supports(dtype, op)] for dtype in DType]
-    return [(dtype, ops[(idx + world_size) % len(ops)]) for idx, (dtype, ops) in enumerate(zip(DType, of_dtype, strict=True))]
+    ops = {dtype: [op for op in Op if supports(dtype, op)] for dtype in DType}
+    return [(dtype, ops[dtype][(dtype + world_size) % len(ops[dtype])]) for dtype in DType]
 
 
 def check_world() -> None:

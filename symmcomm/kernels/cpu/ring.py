@@ -42,8 +42,8 @@ from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.plan import KEEP, ROW_FIELDS, SOURCE_FIELDS
 
 # Words of the block that a call is told: see ``collectives.ring``.
-CALL, ITEMSIZE, FUNCTION, PARTIAL_ITEMSIZE, ROWS, NUM_ROWS, ROW_WORDS, NUM_PLAN_SLOTS = 0, 1, 2, 3, 4, 5, 6, 7
-NUM_SIGNALS, NUM_LANES, PULL, NUM_BLOCKS, TILE, SOURCES = 8, 9, 10, 11, 12, 13
+CALL, ITEMSIZE, ADD_ONE, ADD_MANY, PARTIAL_ITEMSIZE, ROWS, NUM_ROWS, ROW_WORDS = 0, 1, 2, 3, 4, 5, 6, 7
+NUM_PLAN_SLOTS, NUM_SIGNALS, NUM_LANES, PULL, NUM_BLOCKS, TILE, SOURCES = 8, 9, 10, 11, 12, 13, 14
 _SEGMENT, _LANE, _OWN, _TARGET, _SLOT, _SIGNAL, _PARTIAL, _NUM_SOURCES = range(len(ROW_FIELDS))
 _FIRST_SOURCE, _SOURCE_WORDS = len(ROW_FIELDS), len(SOURCE_FIELDS)
 _SENDER, _SENT_SLOT, _SENT_SIGNAL, _SENT_PARTIAL = range(len(SOURCE_FIELDS))
@@ -55,13 +55,42 @@ _SIGNATURE = types.int64(types.int64, types.int64, types.int64, types.int64, typ
 
 
 def build(dtype: int, partial: int, op: int, itemsize: int, partial_itemsize: int, cached: bool = True) -> Any:
-    """Compiles ``add(destination, own, sources, how, count) -> 0`` for one type and operation.
+    """Compiles ``add(destination, own, sources, how, count) -> 0`` of one source, in one pass; see ``build_many``."""
+    differs = partial != dtype  # else LLVM drops the loops over partial sums
+
+    @cfunc(_SIGNATURE, cache=cached)
+    def add(destination, own, sources, how, count):  # type: ignore[no-untyped-def]
+        last, world_size = how & _LAST, how // _WORLD
+        source, wide = load_i64(sources), differs and load_i64(sources + 8) != 0
+        if last and wide:
+            for i in range(count):
+                value = combine(load(source, i, partial, op), load(own, i, dtype, op), dtype, op)
+                store(destination, i, finish(value, world_size, dtype, op), dtype, op)
+        elif last:
+            for i in range(count):
+                value = combine(load(source, i, dtype, op), load(own, i, dtype, op), dtype, op)
+                store(destination, i, finish(value, world_size, dtype, op), dtype, op)
+        elif wide:
+            for i in range(count):
+                value = combine(load(source, i, partial, op), load(own, i, dtype, op), dtype, op)
+                store(destination, i, value, partial, op)
+        else:
+            for i in range(count):
+                value = combine(load(source, i, dtype, op), load(own, i, dtype, op), dtype, op)
+                store(destination, i, value, partial, op)
+        return 0
+
+    return add
+
+
+def build_many(dtype: int, partial: int, op: int, itemsize: int, partial_itemsize: int, cached: bool = True) -> Any:
+    """Compiles ``add(destination, own, sources, how, count) -> 0`` for one type and operation, of sources.
 
     ``own``: address of elements. ``sources``: address of pairs (address, whether it holds partial sums); the word
     before them is the address of room for TILE_ELEMENTS accumulators. ``how``: the number of sources, 1 or more, + 256
     if the result is the final one, + 65536 · the number of ranks.
     """
-    differs = partial != dtype  # else LLVM drops the loops over partial sums
+    differs = partial != dtype
 
     @cfunc(_SIGNATURE, cache=cached)
     def add(destination, own, sources, how, count):  # type: ignore[no-untyped-def]
@@ -87,12 +116,11 @@ def build(dtype: int, partial: int, op: int, itemsize: int, partial_itemsize: in
                     for i in range(n):
                         value = combine(load_accumulator(tile, i, dtype, op), load(source, i, dtype, op), dtype, op)
                         store_accumulator(tile, i, value, dtype, op)
+            target = destination + start * (itemsize if last else partial_itemsize)
             if last:
-                target = destination + start * itemsize
                 for i in range(n):
                     store(target, i, finish(load_accumulator(tile, i, dtype, op), world_size, dtype, op), dtype, op)
             else:
-                target = destination + start * partial_itemsize
                 for i in range(n):
                     store(target, i, load_accumulator(tile, i, dtype, op), partial, op)
         return 0
@@ -101,10 +129,10 @@ def build(dtype: int, partial: int, op: int, itemsize: int, partial_itemsize: in
 
 
 @cache
-def addition(dtype: DType, partial: DType, op: Op) -> int:
+def addition(dtype: DType, partial: DType, op: Op, many: bool) -> int:
     """Address of the compiled addition; it lives as long as the process."""
     numbers = (int(dtype), int(partial), int(op), dtype.itemsize, partial.itemsize)
-    function = compile_once(lambda: build(*numbers))
+    function = compile_once(lambda: (build_many if many else build)(*numbers))
     _keep.append(function)
     return int(function.address)
 
@@ -158,7 +186,8 @@ def _step(ctx: int, block: int, row: int, chunk: int, own: int, kept: int, n: in
             memcpy(destination, source, n * itemsize)
     else:
         how = num + (_LAST if target == _KEEP else 0) + _WORLD * c.get(ctx, c.WORLD_SIZE)
-        call_5(_get(block, FUNCTION), destination, own, block + 8 * SOURCES, how, n)
+        add = _get(block, ADD_ONE) if num == 1 else _get(block, ADD_MANY)
+        call_5(add, destination, own, block + 8 * SOURCES, how, n)
     if target != _KEEP:
         delay(ctx)
         epoch = c.get(ctx, c.STEP_EPOCH) + chunk * _get(block, NUM_SIGNALS) + _get(row, _SIGNAL) + 1

@@ -17,6 +17,7 @@ from symmcomm.schedule.cost import RingMode, plan_of
 from symmcomm.schedule.dtypes import partial_dtype
 from symmcomm.schedule.plan import ROW_FIELDS, SOURCE_FIELDS, Plan, all_reduce_of
 from symmcomm.schedule.simulate import simulate
+from symmcomm.schedule.topology import Topology
 
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
@@ -37,20 +38,11 @@ def ring_block(
         return self.reductions[key]
     except (KeyError, TypeError):  # new, or an op that cannot be looked up
         pass
-    if mode is None or mode is RingMode.All2All:
-        if num_blocks != 0:
-            raise ArgumentError(f"num_blocks={num_blocks} is for rings, ring_mode is {mode}")
-        return 0
-    if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or not 0 <= num_blocks < NUM_BLOCKS_LIMIT:
-        raise ArgumentError(f"num_blocks={num_blocks!r} is no whole number of 0..{NUM_BLOCKS_LIMIT - 1}")
-    if not isinstance(mode, RingMode | Plan):
-        raise ArgumentError(f"ring_mode={mode!r} is no RingMode, Plan or None")
     own_dtype, own_op = parse_reduction(dtype, op)
-    plan = mode if isinstance(mode, Plan) else plan_of(mode, self.topology)
-    if isinstance(mode, Plan):
-        _check_plan(self, plan, kind)
-    elif kind is Kind.all_reduce:
-        plan = all_reduce_of(plan)
+    plan = checked_plan(kind, mode, num_blocks, self.topology, self.world_size)
+    if plan is None:
+        return 0
+    _check_room(self, plan)
     tag = (3, zlib.crc32(f"{plan!r}{num_blocks}".encode()) % NUM_BLOCKS_LIMIT)
     if isinstance(mode, RingMode):
         tag = (list(RingMode).index(mode), num_blocks)
@@ -70,14 +62,33 @@ def ring_block(
     return address
 
 
-def _check_plan(self: Communicator, plan: Plan, kind: Kind) -> None:
-    """Raises PlanError unless a user's plan does what the call is for, on this communicator."""
+def checked_plan(
+    kind: Kind, mode: RingMode | Plan | None, num_blocks: int, topology: Topology, world_size: int
+) -> Plan | None:
+    """The plan that the two arguments of a call ask for; None for the direct exchange. Raises ArgumentError,
+    TopologyError, and PlanError for a plan that does not do what the call is for."""
+    if mode is None or mode is RingMode.All2All:
+        if num_blocks != 0:
+            raise ArgumentError(f"num_blocks={num_blocks} is for rings, ring_mode is {mode}")
+        return None
+    if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or not 0 <= num_blocks < NUM_BLOCKS_LIMIT:
+        raise ArgumentError(f"num_blocks={num_blocks!r} is no whole number of 0..{NUM_BLOCKS_LIMIT - 1}")
+    if not isinstance(mode, RingMode | Plan):
+        raise ArgumentError(f"ring_mode={mode!r} is no RingMode, Plan or None")
     gathers = kind is Kind.all_reduce
-    if plan.world_size != self.world_size:
-        raise PlanError(f"{plan.name} is for {plan.world_size} ranks, the communicator has {self.world_size}")
-    if not plan.reduces or plan.gathers != gathers:
-        raise PlanError(f"{plan.name} is no {'all-reduce' if gathers else 'reduce-scatter'}")
-    simulate(plan)
+    if isinstance(mode, RingMode):
+        plan = plan_of(mode, topology)
+        return all_reduce_of(plan) if gathers else plan
+    if mode.world_size != world_size:
+        raise PlanError(f"{mode.name} is for {mode.world_size} ranks, the communicator has {world_size}")
+    if not mode.reduces or mode.gathers != gathers:
+        raise PlanError(f"{mode.name} is no {'all-reduce' if gathers else 'reduce-scatter'}")
+    simulate(mode)
+    return mode
+
+
+def _check_room(self: Communicator, plan: Plan) -> None:
+    """Raises PlanError unless staging memory holds two sets of the plan's slots."""
     room = NUM_SLOTS * self.layout.slot_bytes // (2 * max(plan.num_slots, 1))
     if room < _LEAST_SLOT_BYTES or plan.num_sources > 255:
         raise PlanError(

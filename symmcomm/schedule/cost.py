@@ -21,6 +21,7 @@ from typing import NamedTuple
 from symmcomm.errors import TopologyError
 from symmcomm.schedule.plan import Plan
 from symmcomm.schedule.ring import direct, ring_1d, ring_2d
+from symmcomm.schedule.select import NEVER
 from symmcomm.schedule.topology import Hop, Topology
 
 CHUNK_BYTES = 32 << 10
@@ -122,21 +123,32 @@ def admits_2d(topology: Topology) -> bool:
 
 def choose(topology: Topology, num_bytes: int, *, partial_factor: float = 1.0) -> RingMode:
     """The mode that is the fastest by the model. A pure function of what all ranks know alike."""
-    plans = [plan_of(m, topology) for m in RingMode if m is not RingMode.Ring2D or admits_2d(topology)]
-    modes = [m for m in RingMode if m is not RingMode.Ring2D or admits_2d(topology)]
-    seconds = [cost(p, topology, num_bytes, partial_factor=partial_factor).seconds for p in plans]
-    return modes[seconds.index(min(seconds))]
+    return _fastest(_forms(topology), topology, num_bytes, partial_factor)
 
 
 def choose_from(topology: Topology, most_bytes: int = 1 << 30) -> tuple[RingMode, int]:
-    """The mode for the largest tensors, and the least power of two of bytes from which on it is the fastest. Where all
-    ranks reach each other alike, that is the direct exchange, from 0 bytes on."""
+    """The mode for the largest tensors, and the least power of two of bytes from which on it is the fastest; (All2All,
+    NEVER) where rings do not pay: where all ranks reach each other alike, at least."""
     if topology.is_flat():
-        return RingMode.All2All, 0
-    best, size = choose(topology, most_bytes), most_bytes
-    while size > 1 and choose(topology, size // 2) is best:
+        return RingMode.All2All, NEVER
+    forms = _forms(topology)
+    best, size = _fastest(forms, topology, most_bytes, 1.0), most_bytes
+    if best is RingMode.All2All:
+        return best, NEVER
+    while size > 1 and _fastest(forms, topology, size // 2, 1.0) is best:
         size //= 2
-    return best, 0 if size == 1 else size
+    return best, size
+
+
+def _forms(topology: Topology) -> dict[RingMode, Plan]:
+    """The modes that the topology admits."""
+    return {mode: plan_of(mode, topology) for mode in RingMode if mode is not RingMode.Ring2D or admits_2d(topology)}
+
+
+def _fastest(forms: dict[RingMode, Plan], topology: Topology, num_bytes: int, partial_factor: float) -> RingMode:
+    return min(
+        forms, key=lambda mode: cost(forms[mode], topology, num_bytes, partial_factor=partial_factor).seconds
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

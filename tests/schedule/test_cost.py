@@ -27,6 +27,7 @@ from symmcomm.schedule.machines import (
     pcie,
 )
 from symmcomm.schedule.ring import grid_of, ring, ring_1d
+from symmcomm.schedule.select import NEVER
 
 PCIE = MACHINES["8 = 2 x 4 PCIe"]
 
@@ -53,7 +54,7 @@ def test_who_is_chosen() -> None:
     assert choose(pcie((3, 5)), large) is RingMode.Ring1D  # domains differ in size
     assert choose(MACHINES["2 nodes x 8"], large) is RingMode.Ring2D
     assert choose(nvlink(1), large) is RingMode.All2All
-    assert choose_from(nvlink(8)) == (RingMode.All2All, 0)
+    assert choose_from(nvlink(8)) == (RingMode.All2All, NEVER)
     mode, least = choose_from(PCIE)
     assert mode is RingMode.Ring2D
     assert choose(PCIE, least) is mode

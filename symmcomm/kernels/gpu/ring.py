@@ -3,11 +3,11 @@ out of device memory (``schedule.ring_gpu.pack``). The twin of ``kernels.cpu.rin
 
 **Chunks.** CTA b takes chunks k = 0, 1, … of every segment. In iteration t it takes first the plan's early rows (which
 wait for nothing) for chunk t, then all others for chunk t - 1: so the next chunk's first messages are under way while
-it waits. Any other rank q that a result at rank r holds a contribution of has begun that chunk. Hence, when r has finished
-chunk t - 2 and starts chunk t, every q is in iteration t - 2 or later, so it has finished chunk t - 4, and there are
-DEPTH = 4 sets of slots. What ``kernels.gpu.staged`` says of its chunks holds here as well: chunk k of a call has number
-e + k and lies in set (e + k) mod DEPTH, a kernel with n chunks ends at an epoch that is e + n mod DEPTH, and then peers
-may still read numbers e + n - 2 and e + n - 1 only. So kernels of both kinds may follow each other.
+it waits. Any other rank q that a result at rank r holds a contribution of has begun that chunk. Hence, when r has
+finished chunk t - 2 and starts chunk t, every q is in iteration t - 2 or later, so it has finished chunk t - 4, and
+there are DEPTH = 4 sets of slots. What ``kernels.gpu.staged`` says of its chunks holds here as well: chunk k of a call
+has number e + k and lies in set (e + k) mod DEPTH, a kernel with n chunks ends at an epoch that is e + n mod DEPTH, and
+then peers may still read numbers e + n - 2 and e + n - 1 only. So kernels of both kinds may follow each other.
 
 **Signals.** Sender and receiver of a message know its number s among those of the pair in an iteration, and the busiest
 pair has K. Message s of iteration t is announced by epoch e + t · K + s + 1 on the sender's word of the receiver's pad.

@@ -26,8 +26,8 @@ from symmcomm.schedule.ring import ring_1d
 from symmcomm.schedule.ring_gpu import RingShape, pack, ring_shape
 from symmcomm.schedule.select_gpu import staged_shape
 
-SIZES = [2 << 20, 8 << 20, 32 << 20, 64 << 20, 128 << 20, 256 << 20, 512 << 20]
-ROUNDS = 9
+SIZES = [2 << 20, 32 << 20, 128 << 20, 512 << 20]
+ROUNDS = 7
 
 
 def ring_case(rank: Rank, collective: str, num_bytes: int, shape: RingShape) -> Case:
@@ -55,9 +55,9 @@ def shapes(collective: str, num_bytes: int, world_size: int) -> dict[str, RingSh
     part = num_bytes // world_size
     first = ring_shape(plan_for(collective, world_size), part, DType.bfloat16, Op.sum, gpu_bench.num_sms())
     found = {"ring": first}
-    for grid in (32, 64):
+    for grid in (64,):
         found[f"ring {grid} blocks"] = replace(first, grid=min(grid, first.grid))
-    for chunk_bytes, threads in ((16 << 10, 512), (16 << 10, 256), (32 << 10, 1024)):
+    for chunk_bytes, threads in ((16 << 10, 256), (32 << 10, 1024)):
         if chunk_bytes <= first.chunk_bytes:
             vectors = max(1, min(4, chunk_bytes // (16 * threads)))
             name = f"ring {chunk_bytes >> 10}K x {threads}"
@@ -75,7 +75,7 @@ def run(index: int, world_size: int, port: int) -> None:
     report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": []}
     nccl = Nccl()
     for collective in ("reduce_scatter", "all_reduce"):
-        for num_bytes in SIZES if collective == "reduce_scatter" else SIZES[2:5:2]:
+        for num_bytes in SIZES if collective == "reduce_scatter" else SIZES[1:3]:
             row = compare(rank, collective, num_bytes, nccl)
             report["rows"].append(row)
             if index == 0:

@@ -145,7 +145,7 @@ def copy_engine(world_size: int) -> AllGatherCopyEngine:
 
 def our_all_reduce(rank: Rank, num_bytes: int, shape: Launch) -> Case:
     algorithm, (arch, number) = shape.algorithm, capability()
-    symmetric = algorithm in (Algorithm.two_shot, Algorithm.push, Algorithm.paired)
+    symmetric = algorithm in (Algorithm.two_shot, Algorithm.push)
     tensor = rank.tensor(num_bytes, symmetric)
     kernel = instances.all_reduce(shape, DType.bfloat16, Op.sum, rank.world_size, number, number >= 90 and rank.early)
     arguments = (tensor.data_ptr(), tensor.data_ptr())
@@ -267,11 +267,9 @@ def shapes_to_try(collective: str, num_bytes: int, world_size: int, num_sms: int
     if reduces and num_bytes <= 2 << 20:
         found += chunk_shapes(Algorithm.one_shot, num_bytes, world_size)
     if reduces and num_bytes >= 2 << 20:
-        found += chunk_shapes(Algorithm.push, part, world_size) + chunk_shapes(Algorithm.paired, part, world_size)
+        found += chunk_shapes(Algorithm.push, part, world_size)
     if not reduces or num_bytes == 32 << 20:
         found += chunk_shapes(Algorithm.staged, part, world_size)
-    if not reduces:
-        found += chunk_shapes(Algorithm.paired, part, world_size)
     return found
 
 
@@ -294,9 +292,7 @@ def chunk_shapes(algorithm: Algorithm, part: int, world_size: int) -> list[Launc
     for threads, grid in ((256, 64), (256, 128), (512, 64), (512, 128), (1024, 128)):
         for chunk_bytes in sizes:
             unroll = min(4, chunk_bytes // (16 * threads))
-            lanes = grid // 2 if algorithm is Algorithm.paired else grid
-            few = algorithm is Algorithm.paired and grid < 128 and part > 4 << 20
-            if unroll and lanes * chunk_bytes <= 2 * part and chunk_bytes <= slot and not few:
+            if unroll and grid * chunk_bytes <= 2 * part and chunk_bytes <= slot:
                 shape = (grid, threads, unroll, chunk_bytes)
                 keys = dict(zip(("grid", "threads", "unroll", "chunk_bytes"), shape, strict=True))
                 found.append(Launch(algorithm=algorithm, **keys))

@@ -36,7 +36,6 @@ DELAY_NS = 24  # i64, fault injection: CTA 0 sleeps that long before its first s
 RING_EPOCH = 32  # u32, rounds of the ring barrier
 MULTICAST_EPOCH = 36  # u32, multicast barriers
 EPOCHS = 128  # u32[NUM_CHANNELS], each advanced by its CTA alone
-READ = 1024  # u32[NUM_CHANNELS], see kernels.gpu.paired
 
 GAVE_UP = 1  # a wait passed its deadline; from now on kernels return at once
 COMPLAINED = 2  # the call was wrong; kernels go on

@@ -11,10 +11,12 @@ from enum import Enum
 from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.layout_gpu import LL_CELL_BYTES, NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout, ll_words
 
-_LL_SHAPES = ((128, 64), (256, 64), (512, 128), (1024, NUM_CHANNELS))  # threads, and CTAs up to which they are used
-_STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (4 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
+_LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
+    (128, 1, 64), (256, 1, 80), (512, 1, 128), (384, 2, 128), (512, 3, 128), (1024, 1, NUM_CHANNELS),
+    (1024, 2, NUM_CHANNELS), (512, 4, NUM_CHANNELS),
+)  # fmt: skip
+_STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (8 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
 _LARGEST_STAGED = (32 << 10, 512)
-_PAIRED_SHAPES = ((8 << 20, 16 << 10, 256),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +34,13 @@ class Thresholds:
         copy_engine_bytes: of a part, from which on the copy engines beat kernels.
     """
 
-    all_reduce_ll_bytes: int = 1 << 20
-    one_shot_bytes: int = 1 << 20
+    all_reduce_ll_bytes: int = 3 << 19
+    one_shot_bytes: int = 2 << 20
     all_reduce_push_bytes: int = 8 << 20
-    ll_bytes: int = 1 << 19
-    push_bytes: int = 2 << 20
+    ll_bytes: int = 7 << 18
+    push_bytes: int = 1 << 20
     pull_bytes: int = 8 << 20
-    copy_engine_bytes: int = 64 << 20
+    copy_engine_bytes: int = 128 << 20
 
 
 DEFAULT = Thresholds()
@@ -54,7 +56,6 @@ class Algorithm(Enum):
     push = "push"
     pull = "pull"
     staged = "staged"
-    paired = "paired"
     copy_engine = "copy engine"
 
 
@@ -88,11 +89,10 @@ def ll_shape(
     where it does not fit."""
     room = Layout.create(world_size).ll_slot_bytes // LL_CELL_BYTES
     num_cells = max(1, -(-part_bytes // (4 * ll_words(itemsize))))
-    for unroll in (1, 2, 3, 4):
-        for threads, most in _LL_SHAPES:
-            grid = -(-num_cells // (threads * unroll))
-            if grid <= min(most, num_sms) and threads * unroll <= room:
-                return Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll)
+    for threads, unroll, most in _LL_SHAPES:
+        grid = -(-num_cells // (threads * unroll))
+        if grid <= min(most, num_sms) and threads * unroll <= room:
+            return Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll)
     return None
 
 
@@ -126,21 +126,6 @@ def staged_shape(
         threads=threads,
         unroll=max(1, min(most, chunk_bytes // (16 * threads))),
         chunk_bytes=chunk_bytes,
-    )
-
-
-def paired_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType | None = None) -> Launch | None:
-    """A staged kernel whose CTAs work in pairs; None where there are not two SMs."""
-    shapes = [shape for below, *shape in _PAIRED_SHAPES if part_bytes < below]
-    chunk_bytes, threads = shapes[0] if shapes else _LARGEST_STAGED
-    chunk_bytes = min(chunk_bytes, Layout.create(world_size).staging_slot_bytes)
-    lanes = min(NUM_STAGED_CHANNELS // 2, num_sms // 2, max(1, -(-part_bytes // chunk_bytes)))
-    if lanes == 0:
-        return None
-    most = 4 if dtype is None else _unroll(dtype, world_size)
-    unroll = max(1, min(most, chunk_bytes // (16 * threads)))
-    return Launch(
-        algorithm=Algorithm.paired, grid=2 * lanes, threads=threads, unroll=unroll, chunk_bytes=chunk_bytes
     )
 
 
@@ -206,18 +191,21 @@ def choose_reduce_scatter(
 
 def choose_all_gather(
     part_bytes: int, world_size: int, num_sms: int, source_symmetric: bool = False, target_symmetric: bool = False,
-    at: Thresholds = DEFAULT,
+    at: Thresholds = DEFAULT, copy_engine: bool = False,
 ) -> Launch:  # fmt: skip
     """All-gather, even all-to-all, broadcast or scatter of parts of that size.
 
     ``target_symmetric`` (push) asks that the source is not in the target, but for the part that stays;
-    ``source_symmetric`` (pull) that nothing is written where peers read.
+    ``source_symmetric`` (pull) that nothing is written where peers read; ``copy_engine`` that the caller has a
+    ``kernels.gpu.copy_engine``, which is no kernel.
     """
     shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size, at) else None
     if shape is not None:
         return shape
     if part_bytes < at.push_bytes:
         return staged_shape(part_bytes, world_size, num_sms)
+    if target_symmetric and copy_engine and part_bytes >= at.copy_engine_bytes:
+        return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=32, unroll=1)
     if target_symmetric:
         return direct_shape(part_bytes, num_sms, Algorithm.push)
     if source_symmetric:

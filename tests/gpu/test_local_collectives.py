@@ -107,8 +107,7 @@ def random_bytes(num_bytes: int, seed: int) -> Tensor:
 
 
 MOVES = ("all_gather", "broadcast", "all_to_all", "scatter")
-MOVE_ALGORITHMS = (Algorithm.ll, Algorithm.push, Algorithm.pull, Algorithm.staged, Algorithm.paired)
-SMALL_PAIRS = replace(SMALL_CHUNKS, algorithm=Algorithm.paired, grid=4)
+MOVE_ALGORITHMS = (Algorithm.ll, Algorithm.push, Algorithm.pull, Algorithm.staged)
 
 
 def move_shape(world: LocalWorld, algorithm: Algorithm, part: int) -> Launch:
@@ -116,8 +115,6 @@ def move_shape(world: LocalWorld, algorithm: Algorithm, part: int) -> Launch:
     if algorithm in (Algorithm.push, Algorithm.pull):
         return select_gpu.direct_shape(part, world.num_sms, algorithm)
     shape = select_gpu.ll_shape(part, world.world_size, world.num_sms) if algorithm is Algorithm.ll else None
-    if algorithm is Algorithm.paired:
-        shape = select_gpu.paired_shape(part, world.world_size, world.num_sms)
     return shape or select_gpu.staged_shape(part, world.world_size, world.num_sms)
 
 
@@ -171,21 +168,19 @@ def test_moves(world_size: int, kind: str, algorithm: Algorithm) -> None:
         shape = move_shape(world, algorithm, part)
         run(world, move(world, kind, shape, part, seed=seed))
         run(world, move(world, kind, shape, part, seed=seed + 1, shifts=[(1, 0), (0, 4), (3, 3)][seed % 3]))
-        if algorithm in (Algorithm.staged, Algorithm.paired):
-            small = SMALL_CHUNKS if algorithm is Algorithm.staged else SMALL_PAIRS
-            run(world, move(world, kind, small, part, seed=seed))
+        if algorithm is Algorithm.staged:
+            run(world, move(world, kind, SMALL_CHUNKS, part, seed=seed))
 
 
 @pytest.mark.parametrize("algorithm", MOVE_ALGORITHMS, ids=lambda a: a.name)
 @pytest.mark.parametrize("kind", ["all_gather", "broadcast", "all_to_all"])
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_moves_in_place(world_size: int, kind: str, algorithm: Algorithm) -> None:
-    if algorithm is Algorithm.pull or (kind == "all_to_all" and algorithm in (Algorithm.push, Algorithm.paired)):
+    if algorithm is Algorithm.pull or (kind == "all_to_all" and algorithm is Algorithm.push):
         pytest.skip("peers would read what is written")
     world = world_of(world_size)
     for seed, part in enumerate(BYTES):
-        small = SMALL_PAIRS if algorithm is Algorithm.paired else SMALL_CHUNKS
-        for shape in (move_shape(world, algorithm, part), small):
+        for shape in (move_shape(world, algorithm, part), SMALL_CHUNKS):
             run(world, move(world, kind, shape, part, seed=seed, in_place=True))
 
 
@@ -211,8 +206,6 @@ def sum_shape(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int)
     shape: Launch | None = None
     if algorithm is Algorithm.ll:
         shape = select_gpu.ll_shape(part, size, world.num_sms, itemsize=dtype.itemsize)
-    if algorithm is Algorithm.paired:
-        shape = select_gpu.paired_shape(part, size, world.num_sms, dtype)
     return shape or select_gpu.staged_shape(part, size, world.num_sms, dtype)
 
 
@@ -252,7 +245,7 @@ def scatter_sum(
 
 
 SUM_ALGORITHMS = pytest.mark.parametrize(
-    "algorithm", [Algorithm.ll, Algorithm.pull, Algorithm.staged, Algorithm.paired], ids=lambda a: a.name
+    "algorithm", [Algorithm.ll, Algorithm.pull, Algorithm.staged], ids=lambda a: a.name
 )
 PAIRS = [(dtype, Op.sum) for dtype in DType] + [(DType.bfloat16, Op.avg)]
 SOME_WORLDS = [(DType.bfloat16, size) for size in WORLDS] + [(DType.float8_e4m3fn, 5), (DType.float64, 8)]
@@ -274,12 +267,10 @@ def test_reduce_scatter_in_worlds(algorithm: Algorithm, world_size: int, dtype: 
         shape = sum_shape(world, algorithm, dtype, count)
         run(world, scatter_sum(world, shape, dtype, Op.sum, count, seed=seed))
         run(world, scatter_sum(world, shape, dtype, Op.sum, count, seed=seed, in_place=0))
-        if algorithm not in (Algorithm.pull, Algorithm.paired):
+        if algorithm is not Algorithm.pull:
             run(world, scatter_sum(world, shape, dtype, Op.sum, count, seed=seed, in_place=1))
         if algorithm is Algorithm.staged:
             run(world, scatter_sum(world, SMALL_CHUNKS, dtype, Op.sum, count, seed=seed, in_place=1))
-        if algorithm is Algorithm.paired:
-            run(world, scatter_sum(world, SMALL_PAIRS, dtype, Op.sum, count, seed=seed, in_place=0))
 
 
 def uneven(
@@ -357,7 +348,7 @@ def any_call(world: LocalWorld, rng: random.Random, start: int, seed: int) -> Ca
     if kind == "uneven":
         return uneven(world, SMALL_CHUNKS, random_splits(world.world_size, size + 16, rng), seed=seed)
     if kind == "sum":
-        algorithm = rng.choice((Algorithm.ll, Algorithm.pull, Algorithm.staged, Algorithm.paired))
+        algorithm = rng.choice((Algorithm.ll, Algorithm.pull, Algorithm.staged))
         shape = smaller(rng, sum_shape(world, algorithm, DType.bfloat16, part))
         return scatter_sum(world, shape, DType.bfloat16, Op.sum, part, seed=seed, start=start)
     if kind == "all_reduce":
@@ -369,7 +360,7 @@ def any_call(world: LocalWorld, rng: random.Random, start: int, seed: int) -> Ca
 
 def smaller(rng: random.Random, shape: Launch) -> Launch:
     """The shape, or one with more and smaller chunks, if it has any."""
-    small = replace(SMALL_PAIRS if shape.algorithm is Algorithm.paired else SMALL_CHUNKS, algorithm=shape.algorithm)
+    small = replace(SMALL_CHUNKS, algorithm=shape.algorithm)
     return rng.choice((shape, small)) if shape.chunk_bytes else shape
 
 

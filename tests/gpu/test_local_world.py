@@ -70,9 +70,9 @@ class Buffers:
             assert bool((raw[self.shift + self.num_bytes :] == POISON).all())
 
 
-CHUNKED = (Algorithm.one_shot, Algorithm.push, Algorithm.paired, Algorithm.staged)
+CHUNKED = (Algorithm.one_shot, Algorithm.push, Algorithm.staged)
 ALL_REDUCE = (Algorithm.ll, Algorithm.ll_two_shot, Algorithm.two_shot, *CHUNKED)
-NEED_SYMMETRIC = (Algorithm.two_shot, Algorithm.push, Algorithm.paired)
+NEED_SYMMETRIC = (Algorithm.two_shot, Algorithm.push)
 
 
 def kernel(world: LocalWorld, shape: Launch, dtype: DType, op: Op):  # type: ignore[no-untyped-def]
@@ -93,8 +93,6 @@ def shape_of(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int) 
             shape = select_gpu.ll_shape(num_bytes, size, num_sms, itemsize=dtype.itemsize)
         case Algorithm.ll_two_shot:
             shape = select_gpu.ll_shape(part, size, num_sms, algorithm, dtype.itemsize)
-        case Algorithm.paired:
-            shape = select_gpu.paired_shape(part, size, num_sms, dtype)
         case Algorithm.push | Algorithm.staged | Algorithm.one_shot:
             sent = num_bytes if algorithm is Algorithm.one_shot else part
             shape = select_gpu.staged_shape(sent, size, num_sms, dtype, algorithm)
@@ -291,10 +289,7 @@ def test_a_missing_peer_is_named(algorithm: Algorithm, world_size: int) -> None:
         record = world.record(rank)
         assert record is not None
         assert (record.rank, record.peer) == (rank, missing)
-        if algorithm is Algorithm.paired:  # one CTA misses the peer's chunk, and one its hello
-            assert record.phase in (Phase.enter, Phase.leave)
-        else:
-            assert record.phase == (Phase.data if algorithm in (Algorithm.ll, Algorithm.ll_two_shot) else Phase.enter)
+        assert record.phase == (Phase.data if algorithm in (Algorithm.ll, Algorithm.ll_two_shot) else Phase.enter)
         assert record.channel < shape.grid
         assert record.seen == 0
     assert float(torch.ones(1000, device="cuda").sum()) == 1000  # the context lives

@@ -14,7 +14,6 @@ from symmcomm.schedule.select_gpu import (
     choose,
     choose_all_gather,
     choose_reduce_scatter,
-    paired_shape,
     uneven_shape,
 )
 
@@ -30,7 +29,6 @@ def assert_fits(shape: Launch, part_bytes: int, world_size: int, num_sms: int, i
         assert shape.grid * shape.threads * shape.unroll * 4 * ll_words(itemsize) >= part_bytes
     if shape.chunk_bytes:
         assert shape.grid <= STAGED
-        assert shape.algorithm is not Algorithm.paired or shape.grid % 2 == 0
         assert 0 < shape.chunk_bytes <= layout.staging_slot_bytes
         assert shape.chunk_bytes % 16 == 0
 
@@ -46,23 +44,24 @@ def test_what_is_chosen_fits(world_size: int, num_sms: int) -> None:
                 assert_fits(shape, part, world_size, num_sms, dtype.itemsize)
                 shape = choose_reduce_scatter(part, dtype, world_size, num_sms, symmetric)
                 assert_fits(shape, part, world_size, num_sms, dtype.itemsize)
-            paired = paired_shape(part, world_size, num_sms, dtype)
-            assert (paired is None) == (num_sms < 2)
-            if paired is not None:
-                assert_fits(paired, part, world_size, num_sms)
         for places in ((False, False), (True, False), (False, True)):
             assert_fits(choose_all_gather(part, world_size, num_sms, *places), part, world_size, num_sms)
     assert_fits(uneven_shape(world_size, num_sms), 1, world_size, num_sms)
 
 
 def test_an_ordinary_tensor_needs_no_heap() -> None:
-    small = (Algorithm.ll, Algorithm.ll_two_shot)
+    any_tensors = (Algorithm.ll, Algorithm.ll_two_shot, Algorithm.one_shot, Algorithm.staged)
     for exponent in range(31):
-        assert choose_all_gather(1 << exponent, 2, 132).algorithm in (Algorithm.ll, Algorithm.staged)
-        shape = choose_reduce_scatter(1 << exponent, DType.float32, 2, 132)
-        assert shape.algorithm in (Algorithm.ll, Algorithm.staged)
-        if exponent <= 21:  # a larger all-reduce is copied
-            assert choose(1 << exponent, DType.float32, 2, 132, False).algorithm in small
+        for world_size in WORLDS:
+            assert choose_all_gather(1 << exponent, world_size, 132).algorithm in any_tensors
+            assert choose_reduce_scatter(1 << exponent, DType.float32, world_size, 132).algorithm in any_tensors
+            assert choose(1 << exponent, DType.float32, world_size, 132, False).algorithm in any_tensors
+
+
+def test_copy_engines_are_chosen_by_who_has_them() -> None:
+    for has, expected in ((False, Algorithm.push), (True, Algorithm.copy_engine)):
+        assert choose_all_gather(1 << 28, 2, 132, False, True, copy_engine=has).algorithm is expected
+        assert choose_all_gather(1 << 28, 2, 132, copy_engine=has).algorithm is Algorithm.staged
 
 
 def test_thresholds_move_the_choice() -> None:

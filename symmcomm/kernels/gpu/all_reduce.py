@@ -17,8 +17,7 @@ chunks, so that a CTA needs no other.
 
 **Push** (the result symmetric, at the same offset on all ranks): the first half of that, but a rank stores its slice
 of the result into all tensors at once: that a peer has pushed a chunk to here says that it has started the kernel, and
-that this chunk of its tensor is no longer needed. At the end all hear from all that the results are stored. In either
-pipeline, ``staged`` or ``paired``.
+that this chunk of its tensor is no longer needed. A barrier at the end makes the results visible.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ from symmcomm.kernels.gpu.barrier import sync
 from symmcomm.kernels.gpu.context import Context, begin, block, end, enter
 from symmcomm.kernels.gpu.copy import clip
 from symmcomm.kernels.gpu.elements import Reduction
-from symmcomm.kernels.gpu.paired import final_epoch, lane_of, run
 from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
 from symmcomm.kernels.gpu.reduce_scatter import ReduceIncoming
-from symmcomm.kernels.gpu.staged import proceed, start
+from symmcomm.kernels.gpu.staged import num_chunks, proceed, start
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.layout_gpu import Layout, Phase
 
@@ -131,21 +129,21 @@ class AllReduceOneShot:
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
         enter(self.early)
-        num_bytes, lane = count * self.dtype.itemsize, lane_of(False, self.chunk_bytes)
+        num_bytes = count * self.dtype.itemsize
         parts = Parts(
             rank=rank, source=source, source_pitch=Int64(0), target=result, target_pitch=Int64(0),
             num_bytes=num_bytes, sender=None,
         )  # fmt: skip
         job = ReduceIncoming(
-            ctx=ctx, parts=parts, lane=lane, threads=self.threads, vectors=self.vectors,
+            ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors,
             reduction=Reduction(self.dtype, self.op, self.world_size, self.arch), own=source, own_bytes=num_bytes,
             targets=(result,),
         )  # fmt: skip
         in_order, epoch = begin(ctx, block())
-        num = lane.num_chunks(num_bytes)
+        num = num_chunks(num_bytes, self.chunk_bytes)
         if in_order and num > 0:
-            start(ctx, epoch, job)
-            proceed(ctx, epoch, num, job)
+            start(ctx, epoch, num, job)
+            proceed(ctx, epoch, num, job, True)
             end(ctx, block(), epoch + Uint32(num))
 
 
@@ -172,10 +170,9 @@ class Slices:
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceStaged:
-    """The push and staged kernels. Attributes: ``symmetric`` whether the result is (push), ``paired``
-    whether CTAs work in pairs (push only; their number is even then), ``threads`` a CTA, ``vectors`` of each source a
-    thread has in flight, ``chunk_bytes`` of a slice at a time: a multiple of 16, at most the layout's
-    ``staging_slot_bytes``; ``early`` as in ``context.enter``. At most NUM_STAGED_CHANNELS CTAs."""
+    """The push and staged kernels. Attributes: ``symmetric`` whether the result is (push), ``threads`` a CTA,
+    ``vectors`` of each source a thread has in flight, ``chunk_bytes`` of a slice at a time: a multiple of 16, at most
+    the layout's ``staging_slot_bytes``; ``early`` as in ``context.enter``. At most NUM_STAGED_CHANNELS CTAs."""
 
     dtype: DType
     op: Op
@@ -185,7 +182,6 @@ class AllReduceStaged:
     vectors: int
     chunk_bytes: int
     symmetric: bool
-    paired: bool = False
     early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
@@ -206,35 +202,32 @@ class AllReduceStaged:
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
         enter(self.early)
-        total, lane = count * self.dtype.itemsize, lane_of(self.paired, self.chunk_bytes)
+        total = count * self.dtype.itemsize
         per_rank = slice_bytes(total, self.world_size)
         slices: dict[str, Any] = {"rank": rank, "num_bytes": per_rank, "total": total}
         parts, results = Slices(**slices, tensor=source, reduced=False), Slices(**slices, tensor=result, reduced=True)
         own, own_bytes = parts.outgoing(rank)
         target, _ = results.outgoing(rank)
         hops = range(self.world_size if self.symmetric else 1)
-        common: dict[str, Any] = {"ctx": ctx, "lane": lane, "threads": self.threads, "vectors": self.vectors}
+        common: dict[str, Any] = {"ctx": ctx, "chunk_bytes": self.chunk_bytes, "threads": self.threads}
+        common["vectors"] = self.vectors
         job = ReduceIncoming(
             **common, parts=parts, own=own, own_bytes=own_bytes,
             reduction=Reduction(self.dtype, self.op, self.world_size, self.arch),
             targets=tuple(target + Int64(ctx.neighbour(hop) - rank) * stride for hop in hops),
         )  # fmt: skip
         in_order, epoch = begin(ctx, block())
-        num = lane.num_chunks(per_rank)
+        num = num_chunks(per_rank, self.chunk_bytes)
         if in_order and num > 0:
-            if cutlass.const_expr(self.paired):
-                run(ctx, epoch, num, job, True)
-                end(ctx, block(), final_epoch(block(), epoch, num))
-            else:
-                start(ctx, epoch, job)
-                met = proceed(ctx, epoch, num, job)
-                epoch += Uint32(num)
-                if met:
-                    if cutlass.const_expr(self.symmetric):
-                        sync(ctx, block(), epoch + 1, Phase.leave, False)
-                    else:
-                        cute.arch.sync_threads()  # other threads have reduced what this one sends
-                        back = Exchange(**common, parts=results)
-                        start(ctx, epoch, back)
-                        proceed(ctx, epoch, num, back)
-                end(ctx, block(), epoch + (Uint32(1) if self.symmetric else Uint32(num)))
+            start(ctx, epoch, num, job)
+            met = proceed(ctx, epoch, num, job, not self.symmetric)
+            epoch += Uint32(num)
+            if met:
+                if cutlass.const_expr(self.symmetric):
+                    sync(ctx, block(), epoch + 1, Phase.leave, False)
+                else:
+                    cute.arch.sync_threads()  # other threads have reduced what this one sends
+                    back = Exchange(**common, parts=results)
+                    start(ctx, epoch, num, back)
+                    proceed(ctx, epoch, num, back, True)
+            end(ctx, block(), epoch + (Uint32(1) if self.symmetric else Uint32(num)))

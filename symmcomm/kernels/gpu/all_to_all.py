@@ -25,10 +25,9 @@ from cutlass import Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
 from symmcomm.kernels.gpu.copy import clip, copy_bytes
-from symmcomm.kernels.gpu.paired import lane_of, transfer
 from symmcomm.kernels.gpu.primitives import complain, load, pick, store
-from symmcomm.kernels.gpu.staged import Lane, hear, proceed, start
-from symmcomm.schedule.layout_gpu import Layout, Phase
+from symmcomm.kernels.gpu.staged import chunk_offset, hear, num_chunks, proceed, start
+from symmcomm.schedule.layout_gpu import AHEAD, Layout, Phase
 
 ROW_BYTES = 32
 """A row of the table of parts, one for each peer: four i64."""
@@ -87,34 +86,34 @@ class Exchange:
 
     ctx: Context
     parts: Any
-    lane: Lane
+    chunk_bytes: int
     threads: int
     vectors: int
 
     @cute.jit
-    def push(self, chunk: Int32, number: Uint32) -> None:
+    def push(self, chunk: Int32, number: Uint32, team: cutlass.Constexpr) -> None:
         """Sends the CTA's chunk of each part."""
-        ctx, at = self.ctx, self.lane.offset(chunk)
+        ctx, at = self.ctx, chunk_offset(chunk, self.chunk_bytes)
         for hop in cutlass.range(1, ctx.world_size, unroll=1):
             peer = ctx.neighbour(hop)
             address, num_bytes = self.parts.outgoing(peer)
-            slot = ctx.staging_slot(peer, self.lane.channel, number, ctx.rank)
-            size = clip(num_bytes - at, self.lane.chunk_bytes)
-            copy_bytes(slot, address + at, size, Int64(thread()), Int64(self.threads), self.vectors)
+            slot = ctx.staging_slot(peer, block(), number, ctx.rank)
+            size = clip(num_bytes - at, self.chunk_bytes)
+            copy_bytes(slot, address + at, size, team.index, Int64(team.num), self.vectors)
 
     @cute.jit
-    def take(self, chunk: Int32, number: Uint32) -> None:
+    def take(self, chunk: Int32, number: Uint32, team: cutlass.Constexpr) -> None:
         """Copies out what has come, and the part that stays."""
-        ctx, at = self.ctx, self.lane.offset(chunk)
+        ctx, at = self.ctx, chunk_offset(chunk, self.chunk_bytes)
         for hop in cutlass.range(ctx.world_size, unroll=1):
             peer = ctx.neighbour(hop)
             target, num_bytes = self.parts.incoming(peer)
             kept, kept_bytes = self.parts.outgoing(peer)
-            origin = pick(hop == 0, kept + at, ctx.staging_slot(ctx.rank, self.lane.channel, number, peer))
+            origin = pick(hop == 0, kept + at, ctx.staging_slot(ctx.rank, block(), number, peer))
             num_bytes = pick((hop == 0) & (kept_bytes < num_bytes), kept_bytes, num_bytes)
-            size = clip(num_bytes - at, self.lane.chunk_bytes)
+            size = clip(num_bytes - at, self.chunk_bytes)
             if origin != target + at:
-                copy_bytes(target + at, origin, size, Int64(thread()), Int64(self.threads), self.vectors)
+                copy_bytes(target + at, origin, size, team.index, Int64(team.num), self.vectors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +121,14 @@ class AllToAllStaged:
     """Equal parts through staging memory; all-gather if the source pitch is 0, scatter or broadcast with a sender.
 
     Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight, ``chunk_bytes`` of a part at a time: a multiple
-    of 16, at most the layout's ``staging_slot_bytes``; ``paired`` whether CTAs work in pairs (see ``paired``), then
-    their number is even, and nothing may be written that is sent; ``early`` as in ``context.enter``. At most
-    NUM_STAGED_CHANNELS CTAs.
+    of 16, at most the layout's ``staging_slot_bytes``; ``early`` as in ``context.enter``. At most NUM_STAGED_CHANNELS
+    CTAs.
     """
 
     world_size: int
     threads: int
     vectors: int
     chunk_bytes: int
-    paired: bool = False
     early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
@@ -158,12 +155,15 @@ class AllToAllStaged:
             rank=rank, source=source, source_pitch=source_pitch, target=target, target_pitch=target_pitch,
             num_bytes=num_bytes, sender=sender,
         )  # fmt: skip
-        lane = lane_of(self.paired, self.chunk_bytes)
-        job = Exchange(ctx=ctx, parts=parts, lane=lane, threads=self.threads, vectors=self.vectors)
+        job = Exchange(
+            ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors
+        )
         in_order, epoch = begin(ctx, block())
-        num = lane.num_chunks(num_bytes)
+        num = num_chunks(num_bytes, self.chunk_bytes)
         if in_order and num > 0:
-            end(ctx, block(), transfer(ctx, epoch, num, job, self.paired))
+            start(ctx, epoch, num, job)
+            proceed(ctx, epoch, num, job, True)
+            end(ctx, block(), epoch + Uint32(num))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,16 +192,17 @@ class AllToAllUneven:
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, target: Int64, table: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
         parts = TableOfParts(table=table, source=source, target=target)
-        lane = lane_of(False, self.chunk_bytes)
-        job = Exchange(ctx=ctx, parts=parts, lane=lane, threads=self.threads, vectors=self.vectors)
+        job = Exchange(
+            ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors
+        )
         in_order, epoch = begin(ctx, block())
         if in_order:
             largest = self._publish(ctx, epoch, table)
-            start(ctx, epoch, job)
-            num = Int32(1)
+            num = Int32(AHEAD)
+            start(ctx, epoch, num, job)
             if hear(ctx, epoch, Int32(0)):
                 num = self._agree(ctx, epoch, table, largest)
-                proceed(ctx, epoch, num, job)
+                proceed(ctx, epoch, num, job, True)
             end(ctx, block(), epoch + Uint32(num))
 
     @cute.jit
@@ -221,7 +222,8 @@ class AllToAllUneven:
 
     @cute.jit
     def _agree(self, ctx: cutlass.Constexpr, epoch: Uint32, table: Int64, largest: Int64) -> Any:
-        """The number of chunks on this channel, at least one. Thread p complains if peer p sees a part otherwise."""
+        """The number of chunks on this channel, at least the AHEAD that all have sent. Thread p complains if peer p
+        sees a part otherwise."""
         for hop in cutlass.range(1, self.world_size, unroll=1):
             split = ctx.split(ctx.rank, block(), epoch, ctx.neighbour(hop))
             theirs = load(split + 16, Int64, semantics="relaxed")[0]
@@ -235,8 +237,8 @@ class AllToAllUneven:
                 self._complain(ctx, peer, awaits, comes)
             elif taken != sends:
                 self._complain(ctx, peer, sends, taken)
-        num = lane_of(False, self.chunk_bytes).num_chunks(largest)
-        return pick(num > 0, num, Int32(1))
+        num = num_chunks(largest, self.chunk_bytes)
+        return pick(num > AHEAD, num, Int32(AHEAD))
 
     def _complain(self, ctx: Context, peer: Any, expected: Any, seen: Any) -> None:
         complain(ctx.state, ctx.rank, peer, block(), Uint32(expected), Uint32(seen), Int32(Phase.splits))

@@ -27,8 +27,7 @@ def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, 
     chunks = _chunks(shape, early)
     if shape.algorithm is Algorithm.one_shot:
         return AllReduceOneShot(**reduction, **chunks)
-    paired = shape.algorithm is Algorithm.paired
-    return AllReduceStaged(**reduction, **chunks, symmetric=shape.algorithm is not Algorithm.staged, paired=paired)
+    return AllReduceStaged(**reduction, **chunks, symmetric=shape.algorithm is Algorithm.push)
 
 
 def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False) -> Kernel:
@@ -39,8 +38,7 @@ def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: i
             return ReduceScatterLL(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
         case Algorithm.pull:
             return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll, early=early)
-    chunks = _chunks(shape, early)
-    return ReduceScatterStaged(**reduction, **chunks, paired=shape.algorithm is Algorithm.paired)
+    return ReduceScatterStaged(**reduction, **_chunks(shape, early))
 
 
 def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False) -> Kernel:
@@ -53,8 +51,7 @@ def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False) 
             return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll, early=early)
         case Algorithm.pull:
             return AllGatherPull(world_size=world_size, threads=threads, vectors=unroll, early=early)
-    paired = shape.algorithm is Algorithm.paired
-    return AllToAllStaged(world_size=world_size, **_chunks(shape, early), paired=paired)
+    return AllToAllStaged(world_size=world_size, **_chunks(shape, early))
 
 
 def all_to_all_uneven(shape: Launch, world_size: int) -> Kernel:

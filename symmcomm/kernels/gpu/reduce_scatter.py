@@ -5,8 +5,7 @@ with its own. In place is fine: a thread has read its place in all parts before 
 
 **Staged** (large; any tensors): the parts are pushed in chunks into the peers' staging memory (see ``staged``), where
 each rank reduces them, its own part straight from the input. The output may be any part of the input: a CTA pushes a
-chunk of all parts before it writes there. Stores over a link are faster than loads, and this takes no barrier. Paired:
-one CTA pushes and another reduces, so the link is always busy; no other part of the input may be the output then.
+chunk of all parts before it writes there. Stores over a link are faster than loads, and this takes no barrier.
 
 **Pull** (the input symmetric, at the same offset on all ranks): barrier; rank r reduces part r out of all inputs;
 barrier, as an input may change once its rank's kernel is done. With ``multimem`` the switch reduces; the order of its
@@ -30,9 +29,9 @@ from symmcomm.kernels.gpu.barrier import sync
 from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
 from symmcomm.kernels.gpu.copy import clip
 from symmcomm.kernels.gpu.elements import Reduction
-from symmcomm.kernels.gpu.paired import lane_of, transfer
 from symmcomm.kernels.gpu.primitives import pick
 from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
+from symmcomm.kernels.gpu.staged import chunk_offset, num_chunks, proceed, start
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.layout_gpu import Layout, Phase
 
@@ -101,24 +100,23 @@ class ReduceIncoming(Exchange):
     targets: tuple[Any, ...]
 
     @cute.jit
-    def take(self, chunk: Int32, number: Uint32) -> None:
+    def take(self, chunk: Int32, number: Uint32, team: cutlass.Constexpr) -> None:
         """Reduces the CTA's chunk."""
-        ctx, at = self.ctx, self.lane.offset(chunk)
-        slots = [ctx.staging_slot(ctx.rank, self.lane.channel, number, peer) for peer in range(ctx.world_size)]
+        ctx, at = self.ctx, chunk_offset(chunk, self.chunk_bytes)
+        slots = [ctx.staging_slot(ctx.rank, block(), number, peer) for peer in range(ctx.world_size)]
         where = Addresses(
             sources=tuple(pick(ctx.rank == peer, self.own + at, slot) for peer, slot in enumerate(slots)),
             targets=tuple(target + at for target in self.targets),
         )
-        size = clip(self.own_bytes - at, self.lane.chunk_bytes)
-        reduce_bytes(self.reduction, where, size, Int64(thread()), Int64(self.threads), self.vectors)
+        size = clip(self.own_bytes - at, self.chunk_bytes)
+        reduce_bytes(self.reduction, where, size, team.index, Int64(team.num), self.vectors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterStaged:
     """The staged kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight,
-    ``chunk_bytes`` of a part at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``; ``paired``
-    whether CTAs work in pairs (see ``paired``), then their number is even, and of the input only the own part may be
-    written; ``early`` as in ``context.enter``. At most NUM_STAGED_CHANNELS CTAs."""
+    ``chunk_bytes`` of a part at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``; ``early``
+    as in ``context.enter``. At most NUM_STAGED_CHANNELS CTAs."""
 
     dtype: DType
     op: Op
@@ -127,7 +125,6 @@ class ReduceScatterStaged:
     threads: int
     vectors: int
     chunk_bytes: int
-    paired: bool = False
     early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
@@ -152,16 +149,17 @@ class ReduceScatterStaged:
             rank=rank, source=source, source_pitch=num_bytes, target=output, target_pitch=Int64(0),
             num_bytes=num_bytes, sender=None,
         )  # fmt: skip
-        lane = lane_of(self.paired, self.chunk_bytes)
         job = ReduceIncoming(
-            ctx=ctx, parts=parts, lane=lane, threads=self.threads, vectors=self.vectors,
+            ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors,
             reduction=Reduction(self.dtype, self.op, self.world_size, self.arch), own=source + rank * num_bytes,
             own_bytes=num_bytes, targets=(output,),
         )  # fmt: skip
         in_order, epoch = begin(ctx, block())
-        num = lane.num_chunks(num_bytes)
+        num = num_chunks(num_bytes, self.chunk_bytes)
         if in_order and num > 0:
-            end(ctx, block(), transfer(ctx, epoch, num, job, self.paired))
+            start(ctx, epoch, num, job)
+            proceed(ctx, epoch, num, job, True)
+            end(ctx, block(), epoch + Uint32(num))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
 from symmcomm.kernels.gpu.copy import clip, copy_bytes
 from symmcomm.kernels.gpu.elements import Reduction, load_vector, store_vector
 from symmcomm.kernels.gpu.primitives import agree, load, opaque, pick, signal, wait
-from symmcomm.kernels.gpu.staged import Lane
+from symmcomm.kernels.gpu.staged import chunk_offset, num_chunks
 from symmcomm.schedule.dtypes import DType, Op, partial_dtype
 from symmcomm.schedule.layout_gpu import DEPTH, Layout, Phase
 from symmcomm.schedule.ring_gpu import HEADER_WORDS, ROW_WORDS, SOURCE_WORDS, RingShape
@@ -44,7 +44,6 @@ class _Call:
     """Values of the running kernel: addresses and sizes in bytes, and the table's header."""
 
     ctx: Context
-    lane: Lane
     epoch: Any
     table: Any
     source: Any
@@ -94,12 +93,11 @@ class Ring:
     ) -> None:  # fmt: skip
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
         in_order, epoch = begin(ctx, block())
-        lane = Lane(block(), cute.arch.grid_dim()[0], block(), self.shape.chunk_bytes * self.shape.num_lanes)
-        num = lane.num_chunks(pitch)
+        num = num_chunks(pitch, self.shape.chunk_bytes * self.shape.num_lanes)
         if in_order and num > 0:
             num_rows, num_early, num_signals, _ = load(table, Int32, num=4)
             call = _Call(
-                ctx=ctx, lane=lane, epoch=epoch, table=table, source=source, output=output, total=total, pitch=pitch,
+                ctx=ctx, epoch=epoch, table=table, source=source, output=output, total=total, pitch=pitch,
                 output_pitch=output_pitch, num_rows=num_rows, num_early=num_early, num_signals=num_signals,
                 num_chunks=num,
             )  # fmt: skip
@@ -133,7 +131,8 @@ class Ring:
         slot, message, num_sources, _ = load(row + 16, Int32, num=4)
         met = self._hear(call, row, num_sources, chunk)
         if met:
-            at = call.lane.offset(chunk) + Int64(lane) * self.shape.chunk_bytes
+            at = chunk_offset(chunk, self.shape.chunk_bytes * self.shape.num_lanes)
+            at = at + Int64(lane) * self.shape.chunk_bytes
             start = Int64(segment) * call.pitch
             left = pick(call.total - start < call.pitch, call.total - start, call.pitch)
             size = clip(left - at, self.shape.chunk_bytes)

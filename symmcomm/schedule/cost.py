@@ -157,11 +157,14 @@ class FabricLevel:
 
     Attributes:
         bandwidth: bytes/s of each rank's share of the level's links, each direction. latency: seconds a message.
+        above: its links are reached through those of the level before, which carry its messages as well, and one
+            rank alone gets as much of them as it has of those.
     """
 
     dim: int
     bandwidth: float
     latency: float
+    above: bool = False
 
 
 class Scaling(NamedTuple):
@@ -177,24 +180,26 @@ def scaling(levels: Sequence[FabricLevel], num_bytes: int, chunk_bytes: int = CH
 
     With g the ranks below a level and d its extent, a rank sends num_bytes · (1 - 1 / d) / g over it. The bound: the g
     ranks of a group have to get what they have for all others, num_bytes · (1 - g / world_size), out over their shares
-    of this level and the outer ones, and somebody's message takes the longest latency.
+    of this level and of those outer ones that are not reached through it, and some message takes the longest latency.
     """
     world_size = 1
     for level in levels:
         world_size *= level.dim
     segment = num_bytes / world_size
     num_chunks = max(1, -(-int(segment) // chunk_bytes))
-    below, first, busiest, bound, rounds_latency = 1, 0.0, 0.0, 0.0, 0.0
+    below, first, busiest, bound, rounds_latency, inner_load = 1, 0.0, 0.0, 0.0, 0.0, 0.0
     for idx, level in enumerate(levels):
         load = num_bytes * (1 - 1 / level.dim) / below
-        busiest = max(busiest, load / level.bandwidth)
+        through = (load + inner_load) / levels[idx - 1].bandwidth if level.above else 0.0
+        busiest, inner_load = max(busiest, load / level.bandwidth, through), load
         first += load / level.bandwidth
         rounds_latency += (level.dim - 1) * level.latency
-        outward = below * sum(outer.bandwidth for outer in levels[idx:] if outer.dim > 1)
+        others = [outer.bandwidth for outer in levels[idx + 1 :] if outer.dim > 1 and not outer.above]
+        outward = below * sum([level.bandwidth if level.dim > 1 else 0.0, *others])
         bound = max(bound, num_bytes * (1 - below / world_size) / outward if outward else 0.0)
         below *= level.dim
     outer = [level for level in levels if level.dim > 1] or list(levels)
-    slowest = min(level.bandwidth for level in outer)
+    slowest = min(level.bandwidth for level in outer if not level.above)
     flat = num_bytes * (1 - 1 / world_size) / slowest + (world_size - 1) * max(level.latency for level in outer)
     rings = first / num_chunks + rounds_latency + busiest * (num_chunks - 1) / num_chunks
     return Scaling(rings, flat, bound + max(level.latency for level in outer))

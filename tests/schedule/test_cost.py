@@ -94,6 +94,21 @@ def test_the_closed_form_is_the_model(num_nodes: int, num_bytes: int) -> None:
     assert found.bound <= found.rings <= found.flat * (1 + 1e-9)
 
 
+def test_the_closed_form_of_three_levels() -> None:
+    machine = cluster(8, 4, nodes_per_rack=4)
+    levels = [
+        FabricLevel(dim=4, bandwidth=NVLINK_BANDWIDTH, latency=2 * NVLINK_LATENCY),
+        FabricLevel(dim=4, bandwidth=NETWORK_BANDWIDTH, latency=2 * NETWORK_LATENCY),
+        FabricLevel(dim=2, bandwidth=NETWORK_BANDWIDTH / 2, latency=4 * NETWORK_LATENCY, above=True),
+    ]
+    for num_bytes in (1 << 20, 1 << 30):
+        found = scaling(levels, num_bytes)
+        assert found.rings == pytest.approx(cost(ring(grid_of(machine, 3)), machine, num_bytes).seconds)
+        flat = cost(plan_of(RingMode.Ring1D, machine), machine, num_bytes).seconds
+        assert found.flat == pytest.approx(flat, rel=0.05)
+        assert found.bound <= found.rings <= found.flat
+
+
 def test_three_levels_beat_two_where_racks_have_thin_uplinks() -> None:
     """The bound is what ports allow; rings of rings come near it, a flat ring does not."""
     machine = cluster(8, 4, nodes_per_rack=4)

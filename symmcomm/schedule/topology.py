@@ -211,7 +211,9 @@ def load_topology(path: Path | str, world_size: int | None = None) -> Topology:
     except json.JSONDecodeError as error:
         raise TopologyError(f"{path}, line {error.lineno}: {error.msg}") from None
     except tomllib.TOMLDecodeError as error:
-        raise TopologyError(f"{path}: {error}") from None  # its text ends with the line
+        where = re.search(r"line (\d+)", str(error))  # else: at the end of the document
+        line = where.group(1) if where else len(text.splitlines())
+        raise TopologyError(f"{path}, line {line}: {error}") from None
 
 
 def _build(content: Any, text: str, path: Path, world_size: int | None) -> Topology:

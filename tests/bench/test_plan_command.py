@@ -51,5 +51,5 @@ def test_scale() -> None:
 def test_what_is_no_topology(tmp_path: Path) -> None:
     broken = tmp_path / "machine.toml"
     broken.write_text("world_size = 2\nlinks = [\n")
-    assert "line" in run("--topology", str(broken), code=2)
+    assert "line 2: " in run("--topology", str(broken), code=2)
     assert "cannot be read" in run("--topology", "9 PCIe", code=2)

@@ -15,15 +15,16 @@ from symmcomm import Communicator, Settings
 from symmcomm.testing.oracle import check_bits
 from symmcomm.testing.spawn import run_ranks
 
-LIMIT_S = 100.0
+LIMIT_S = 40.0
+"""For all ranks of a test to end; they are killed then, and their stacks shown."""
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU")]
 STAGING = 4 << 20
 WORLDS = [
-    pytest.param(1, 1, id="1 rank"),
-    pytest.param(2, 1, id="2 ranks on 1 GPU"),
+    pytest.param(1, 1, id="1-rank"),
+    pytest.param(2, 1, id="2-ranks-on-1-GPU"),
     *(
-        pytest.param(world, 2, id=f"{world} ranks on 2 GPUs", marks=pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU"))
+        pytest.param(world, 2, id=f"{world}-ranks-on-2-GPUs", marks=pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU"))
         for world in (2, 4, 8)
     ),
 ]
@@ -41,10 +42,10 @@ def communicator(num_gpus: int, timeout_s: float = 40.0, **settings: Any) -> Ite
     assert torch.ones(1000, device="cuda").sum().item() == 1000
 
 
-def start(body: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+def start(body: Callable[..., Any], world_size: int, *args: Any, limit_s: float = LIMIT_S, **options: Any) -> list[Any]:
     """Runs the body on all ranks and returns their results."""
     env = {"SYMMCOMM_DISABLE_MULTICAST": "1", **options.pop("env", {})}
-    return run_ranks(body, world_size, *args, timeout_s=LIMIT_S, env=env, **options)
+    return run_ranks(body, world_size, *args, timeout_s=limit_s, env=env, **options)
 
 
 def pattern(rank: int, num_bytes: int) -> torch.Tensor:

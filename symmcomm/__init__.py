@@ -34,9 +34,13 @@ if TYPE_CHECKING:
     from symmcomm.errors import PeerDiedError as PeerDiedError
     from symmcomm.errors import PeerError as PeerError
     from symmcomm.errors import PeerTimeoutError as PeerTimeoutError
+    from symmcomm.errors import PlanError as PlanError
     from symmcomm.errors import SymmCommError as SymmCommError
+    from symmcomm.errors import TopologyError as TopologyError
     from symmcomm.errors import WaitTimeoutError as WaitTimeoutError
     from symmcomm.memory.handle import SymmetricHandle as SymmetricHandle
+    from symmcomm.schedule.cost import RingMode as RingMode
+    from symmcomm.schedule.topology import Topology as Topology
 
 __version__ = "0.1.0"
 
@@ -57,14 +61,21 @@ __all__ = [
     "PeerDiedError",
     "PeerError",
     "PeerTimeoutError",
+    "PlanError",
+    "RingMode",
     "Settings",
     "SymmCommError",
     "SymmetricHandle",
+    "Topology",
+    "TopologyError",
     "WaitTimeoutError",
     "init",
 ]
 
-_HOMES = {"Communicator": "communicator", "init": "communicator", "Settings": "env", "SymmetricHandle": "memory.handle"}
+_HOMES = {
+    "Communicator": "communicator", "init": "communicator", "Settings": "env", "SymmetricHandle": "memory.handle",
+    "RingMode": "schedule.cost", "Topology": "schedule.topology",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

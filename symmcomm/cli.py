@@ -22,6 +22,7 @@ from symmcomm.bench.implementations import OWN
 from symmcomm.bench.machine import find_gpus, usable_cores
 from symmcomm.bench.method import Device, Machine, Method, Timing, choose, num_ranks
 from symmcomm.bench.mpi_installations import MPIInstallation, find_mpis
+from symmcomm.bench.plan_table import draw, ranking, ranking_json, scaled, scaling_table
 from symmcomm.bench.plot import bytes_text, plot
 from symmcomm.bench.rank import Ranks, end_now
 from symmcomm.bench.report import Report, figure, refusals, table
@@ -30,7 +31,10 @@ from symmcomm.bench.team import Team
 from symmcomm.bench.timing import Measurement, num_steps
 from symmcomm.env import Launch, Settings, parse_bytes
 from symmcomm.errors import ArgumentError, SymmCommError
-from symmcomm.schedule.dtypes import DType, Op, supports
+from symmcomm.schedule.cost import rank_plans
+from symmcomm.schedule.dtypes import DType, Op, partial_dtype, supports
+from symmcomm.schedule.machines import MACHINES
+from symmcomm.schedule.topology import Topology, load_topology
 
 MAX_RANKS = 64
 MAX_VIRTUAL = 16
@@ -38,7 +42,7 @@ _WIDTH = 140  # of a table that goes to a file
 _IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 
 app = typer.Typer(
-    help="Collectives over symmetric memory: benchmark and diagnosis.", no_args_is_help=True,
+    help="Collectives over symmetric memory: benchmark, diagnosis, schedules.", no_args_is_help=True,
     pretty_exceptions_show_locals=False, add_completion=False,
 )
 
@@ -353,6 +357,46 @@ def tune(
     if comm.rank == 0:
         print(f"{comm.gpu_side.tuned_for}\n{thresholds}\nwritten to {path}")
     comm.close()
+
+
+def _parse_topology(text: str) -> Topology:
+    return MACHINES[text] if text in MACHINES else load_topology(text)
+
+
+@app.command()
+def plan(
+    topology: Annotated[
+        Topology,
+        typer.Option(
+            "--topology", metavar="FILE", parser=_checked(_parse_topology),
+            help=f"TOML or JSON, see symmcomm.schedule.topology; or one of: {', '.join(MACHINES)}.",
+        ),
+    ],
+    num_bytes: Annotated[
+        int, typer.Option("--bytes", metavar="SIZE", parser=_checked(parse_bytes), show_default="64M", help="Of input.")
+    ] = 64 << 20,
+    dtype: Dtype = DType.float32,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", parser=_checked(_parse_plot), help="For the best plan.")
+    ] = None,
+    json_file: JsonFile = None,
+    scale: Annotated[bool, typer.Option("--scale", help="Also: 8 to 4096 ranks on a modelled cluster.")] = False,
+) -> None:
+    """Ranks the reduce-scatter schedules of a topology by a model of its links, and draws the best."""
+    ranked = rank_plans(topology, num_bytes, partial_factor=partial_dtype(dtype, Op.sum).itemsize / dtype.itemsize)
+    console = Console(highlight=False, soft_wrap=True)
+    print(f"# reduce-scatter of {bytes_text(num_bytes)} of {dtype.name}, {topology.world_size} ranks, by the model")
+    console.print(ranking(ranked))
+    rows = scaled(num_bytes) if scale else []
+    if scale:
+        print(f"\n# {bytes_text(num_bytes)} on nodes of 8 GPUs: rings of rings, one flat ring, the least possible")
+        console.print(scaling_table(rows))
+    if json_file is not None:
+        worlds = [{"ranks": size, "extents": extents, "seconds": times._asdict()} for size, extents, times in rows]
+        json_file.write_text(json.dumps({"ranking": ranking_json(ranked), "scaling": worlds}, indent=1) + "\n")
+    if plot_file is not None:
+        best = ranked[0].plan
+        draw(best, topology, f"{best.name}, {topology.world_size} ranks: segment → receiver", plot_file)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from symmcomm.agreement import agree
 from symmcomm.bootstrap import Bootstrap, connect
 from symmcomm.bootstrap.host import check_same_host
 from symmcomm.collectives.all_gather import all_gather_bytes, all_gather_into_tensor, broadcast, gather
@@ -30,7 +31,7 @@ from symmcomm.collectives.reduce_scatter import reduce_scatter_tensor
 from symmcomm.collectives.signals import swap_barrier, swap_signal
 from symmcomm.collectives.symmetric import empty, free, is_symmetric, locate, pool, register, rendezvous
 from symmcomm.env import Settings
-from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, MismatchError
+from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError
 from symmcomm.kernels import cpu
 from symmcomm.kernels.compile import compile_once
 from symmcomm.kernels.cpu import context as c
@@ -39,7 +40,9 @@ from symmcomm.memory.heap import SymmetricHeap
 from symmcomm.memory.private import agree_on_reading
 from symmcomm.memory.signals import ControlLayout
 from symmcomm.memory.status import Fate, Report, StatusPage
+from symmcomm.schedule.cost import choose_from
 from symmcomm.schedule.select import choose
+from symmcomm.schedule.topology import Topology
 from symmcomm.schedule.topology_gpu import GpuFacts
 from symmcomm.watch import Watch
 
@@ -47,7 +50,6 @@ if TYPE_CHECKING:
     from symmcomm.collectives.gpu import GpuCollectives
 
 _CONCURRENT = "another thread is in a call on this communicator: give each thread its own by split()"
-_VERSION = 1  # of the layout and the protocols in shared memory; ranks must agree
 
 
 class Communicator:
@@ -60,6 +62,8 @@ class Communicator:
         settings: the SYMMCOMM_* variables in force.
         num_cores: cores that the ranks share; with fewer than ranks, waiting ranks yield early.
         single_copy: whether ranks may read each other's ordinary tensors (``memory.private``).
+        topology: what joins the ranks; topology_is_given: by the user, for their GPUs as well.
+        ring_from: the rings it suggests, and the least bytes of input that they take.
         bootstrap_name: how the ranks found each other.
     """
 
@@ -98,10 +102,13 @@ class Communicator:
         num_cores: int,
         single_copy: bool,
         bootstrap_name: str,
+        topology: Topology,
+        topology_is_given: bool = False,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.settings, self.num_cores, self.bootstrap_name = settings, num_cores, bootstrap_name
-        self.single_copy = single_copy
+        self.single_copy, self.topology, self.topology_is_given = single_copy, topology, topology_is_given
+        self.ring_from = choose_from(topology)
         self.kernels = cpu.load()
         self.all_reduce_entry = self.kernels.all_reduce
         self.all_reductions: dict[tuple[object, ...], int] = {}
@@ -140,6 +147,7 @@ class Communicator:
             views[table] = context[start : start + size]
             context[table] = views[table].ctypes.data
             start += size
+        self.tile_address = context[c.NUM_FIELDS :].ctypes.data
         views[c.PIDS][:] = self.heap.exchange.pids
         self.targets, self.expected, self.outgoing = views[c.TARGETS], views[c.EXPECTED], views[c.OUTGOING]
         fields = {
@@ -151,7 +159,7 @@ class Communicator:
             c.IN_PLACE_BYTES: self.tuning.in_place_bytes, c.SINGLE_COPY_BYTES: self.tuning.single_copy_bytes,
             c.PIPELINED_BYTES: self.tuning.pipelined_bytes,
             c.SPINS: self.tuning.spins, c.YIELDS: self.tuning.yields,
-            c.TILE: context[c.NUM_FIELDS :].ctypes.data, c.HEAP_BYTES: self.heap_bytes,
+            c.STEPS: layout.steps, c.TILE: self.tile_address, c.HEAP_BYTES: self.heap_bytes,
         }  # fmt: skip
         context[list(fields)] = list(fields.values())
 
@@ -176,8 +184,9 @@ class Communicator:
 
         name = f"split of {self.world_size} ranks"
         child = Communicator(
-            members.index(self.rank), len(members), all_gather, self.settings, self.num_cores, self.single_copy, name
-        )
+            members.index(self.rank), len(members), all_gather, self.settings, self.num_cores, self.single_copy, name,
+            self.topology.restricted_to(members), self.topology_is_given,
+        )  # fmt: skip
         if self.gpu is not None:
             child.take_gpu(self.gpu.device, [self.gpu.facts[peer] for peer in members])
         return child
@@ -338,6 +347,7 @@ def init(
     device: torch.device | str | None = None,
     settings: Settings | None = None,
     bootstrap: Bootstrap | None = None,
+    topology: Topology | None = None,
 ) -> Communicator:
     """Collective. A communicator of all ranks.
 
@@ -348,11 +358,12 @@ def init(
         device: a CUDA device (``"cuda"``: torch's current one), for calls on its tensors too; on all ranks or none.
         settings: in place of the SYMMCOMM_* variables.
         bootstrap: how the ranks reach each other, if not in one of these ways; closed at the end.
+        topology: what joins the ranks, the same on all; else SYMMCOMM_TOPOLOGY names a file, else it is discovered.
 
     Raises:
         BootstrapError: the ranks did not find each other. HostMismatchError: they are on different hosts.
-        MismatchError: they run with different settings. DeviceError: the kernels cannot run on a rank's device, or the
-        devices cannot share memory.
+        MismatchError: they run with different settings. TopologyError: it does not parse or is for other ranks.
+        DeviceError: the kernels cannot run on a rank's device, or the devices cannot share memory.
     """
     settings = settings or Settings.from_env()
     gpu = None if device is None or torch.device(device).type == "cpu" else torch.device(device)
@@ -367,32 +378,17 @@ def init(
             return bootstrap.all_gather(payload, timeout_s)
 
         check_same_host(bootstrap, timeout_s)
-        num_cores = _agree(rank, settings, gpu is not None, all_gather)
+        num_cores, joined = agree(rank, world_size, settings, topology, gpu is not None, all_gather)
         single_copy = agree_on_reading(rank, settings.single_copy, all_gather)
         if rank == 0:
             compile_once(cpu.load)  # fills Numba's cache for the others
         all_gather(b"kernels are compiled")
-        comm = Communicator(rank, world_size, all_gather, settings, num_cores, single_copy, bootstrap.name)
+        comm = Communicator(
+            rank, world_size, all_gather, settings, num_cores, single_copy, bootstrap.name, joined,
+            bool(topology or settings.topology),
+        )  # fmt: skip
         if gpu is not None:
             comm.take_gpu(gpu)
         return comm
     finally:
         bootstrap.close()
-
-
-def _agree(rank: int, settings: Settings, with_gpu: bool, all_gather: Callable[[bytes], list[bytes]]) -> int:
-    """Compares what ranks must have alike; returns how many cores the ranks share. Pins this rank if asked to."""
-    cores = sorted(os.sched_getaffinity(0))
-    mine = {"version": _VERSION, "SYMMCOMM_HEAP_MAX_BYTES": settings.heap_max_bytes, "torch": torch.__version__,
-            "SYMMCOMM_STAGING_BYTES": settings.staging_bytes, "SYMMCOMM_SPIN": settings.spin,
-            "SYMMCOMM_GPU_STAGING_BYTES": settings.gpu_staging_bytes, "SYMMCOMM_GPU_MEMORY": settings.gpu_memory,
-            "SYMMCOMM_SHARE_GPU": settings.share_gpu, "device": "cuda" if with_gpu else "cpu"}  # fmt: skip
-    answers = [json.loads(answer) for answer in all_gather(json.dumps([mine, cores]).encode())]
-    for peer, (theirs, _) in enumerate(answers):
-        for name, value in mine.items():
-            if theirs.get(name) != value:
-                raise MismatchError(f"{name} is {value} on rank {rank}, {theirs.get(name)} on rank {peer}")
-    shared = sorted({core for _, theirs in answers for core in theirs})
-    if settings.pin and len(cores) > 1:
-        os.sched_setaffinity(0, {shared[rank % len(shared)]})
-    return len(shared)

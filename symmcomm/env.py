@@ -108,6 +108,10 @@ class Settings:
         "SYMMCOMM_DISABLE_MULTICAST", _parse_bool, False, "1 forbids NVLink multicast, whatever the hardware says"
     )
 
+    topology: str = _variable(
+        "SYMMCOMM_TOPOLOGY", str, "", "file (TOML or JSON) that says what joins the ranks; else it is discovered"
+    )
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
         """Reads the variables. Raises ArgumentError naming the variable whose value does not parse."""
@@ -163,6 +167,10 @@ class Launch:
     mpi: str | None
     """Which MPI launcher's variables are set (``"Open MPI"``, ``"MPICH"``), with no statement about mpi4py."""
     mpi_world_size: int | None
+
+    topology: str = _variable(
+        "SYMMCOMM_TOPOLOGY", str, "", "file (TOML or JSON) that says what joins the ranks; else it is discovered"
+    )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Launch:

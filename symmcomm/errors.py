@@ -31,6 +31,14 @@ class MismatchError(SymmCommError, RuntimeError):
     """Ranks disagree about one collective call. Raised on every rank; the communicator stays usable."""
 
 
+class TopologyError(ArgumentError):
+    """A topology does not parse (the line is named), is not connected, or does not fit the ranks or the schedule."""
+
+
+class PlanError(SymmCommError, ValueError):
+    """A schedule is wrong; the message names the step and the rule that it breaks (``schedule.plan.simulate``)."""
+
+
 class OutOfSymmetricMemoryError(SymmCommError, MemoryError):
     """The symmetric heap cannot hold the request; names its size, what is used and the variable to change."""
 

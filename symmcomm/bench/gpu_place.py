@@ -15,7 +15,7 @@ from symmcomm.bench import nvshmem_calls
 from symmcomm.bench.gpu_floor import PUSH_BYTES, measure_limits
 from symmcomm.bench.gpu_peers import Nccl, NcclSymm, Refused, TorchSymmMem, nccl_version
 from symmcomm.bench.gpu_timing import Lane, gpu_timer, l2_flush
-from symmcomm.bench.implementations import OWN, Call, Implementation, Symm
+from symmcomm.bench.implementations import OWN, RING, Call, Implementation, Symm, SymmRing
 from symmcomm.bench.method import Method
 from symmcomm.bench.place import join_torch
 from symmcomm.bench.timer import Answer, Timer
@@ -59,6 +59,8 @@ class GpuPlace:
         device, meet = self.device, self.comm.barrier
         if name in OWN:
             return Symm(self.comm, symmetric=name == "symm_heap")
+        if name == RING:
+            return SymmRing(self.comm, symmetric=False)
         if self._reason:
             return Refused(self._reason)
         if name == "nvshmem":

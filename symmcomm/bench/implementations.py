@@ -1,7 +1,7 @@
 """What is compared, each behind the same few methods and in its fastest call form.
 
-``symm`` is this library on ordinary tensors, ``symm_heap`` on symmetric ones. Ordinary tensors are shared by all
-implementations of a process, so that all work on the same pages.
+``symm`` is this library on ordinary tensors, ``symm_heap`` on symmetric ones, ``symm_ring`` round a ring. Ordinary
+tensors are shared by all implementations of a process, so that all work on the same pages.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from torch import Tensor
 from symmcomm.bench.case import ROOT, Case, Collective
 from symmcomm.bench.oracle import torch_dtype
 from symmcomm.communicator import Communicator
+from symmcomm.schedule.cost import RingMode
 from symmcomm.schedule.dtypes import DType, Op, supports
 
 OWN = ("symm", "symm_heap")
+RING = "symm_ring"
 Call = Callable[[], object]
 
 _GLOO_DTYPES = (
@@ -148,6 +150,23 @@ class Symm(Implementation):
             comm.send(given, following)
 
         return receive_first if comm.rank % 2 else send_first
+
+
+class SymmRing(Symm):
+    """This library's ring through all ranks, on ordinary tensors."""
+
+    def refusal(self, case: Case) -> str | None:
+        """See Implementation."""
+        if case.collective not in (Collective.reduce_scatter, Collective.all_reduce):
+            return f"there is no ring {case.collective.value}"
+        return super().refusal(case)
+
+    def call(self, case: Case, buffers: Buffers) -> Call:
+        """See Implementation."""
+        comm, op, given = self._comm, case.op.name, buffers.input
+        if case.collective is Collective.all_reduce:
+            return partial(comm.all_reduce, given, op, ring_mode=RingMode.Ring1D)
+        return partial(comm.reduce_scatter_tensor, buffers.output, given, op, ring_mode=RingMode.Ring1D)
 
 
 class TorchDistributed(Implementation):

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from symmcomm import init
-from symmcomm.bench.implementations import OWN, Call, Implementation, Symm, gloo, mpi_implementation
+from symmcomm.bench.implementations import (
+    OWN,
+    RING,
+    Call,
+    Implementation,
+    Symm,
+    SymmRing,
+    gloo,
+    mpi_implementation,
+)
 from symmcomm.bench.method import Device, Method
 from symmcomm.bench.timer import Answer, HostTimer, Timer
 from symmcomm.bootstrap import Bootstrap
@@ -74,13 +83,13 @@ class CpuPlace:
         torch.set_num_threads(1)
         self.ranks = (relay.rank,)
         self._relay = relay
-        self._comm = init() if set(names) & set(OWN) else None
+        self._comm = init() if set(names) & {*OWN, RING} else None
         self.implementations = ({name: self._make(name) for name in names},)
 
     def _make(self, name: str) -> Implementation:
-        if name in OWN:
+        if name in (*OWN, RING):
             assert self._comm is not None
-            return Symm(self._comm, symmetric=name == "symm_heap")
+            return SymmRing(self._comm, symmetric=False) if name == RING else Symm(self._comm, name == "symm_heap")
         if name == "gloo":
             join_torch(self._relay, "gloo")
             return gloo()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from symmcomm.bench.case import Case
 from symmcomm.bench.floor import Floor
-from symmcomm.bench.implementations import OWN
+from symmcomm.bench.implementations import OWN, RING
 from symmcomm.bench.machine import hardware
 from symmcomm.bench.method import ON_CPUS, Device, Method
 from symmcomm.bench.mpi_installations import MPIInstallation
@@ -19,8 +19,8 @@ from symmcomm.env import Launch, Settings
 from symmcomm.errors import ArgumentError
 
 PEERS = {
-    Device.cpu: ("gloo", "openmpi", "mpich"),
-    Device.cuda: ("nccl", "nccl_symm", "torch_one_shot", "torch_two_shot", "nvshmem"),
+    Device.cpu: (RING, "gloo", "openmpi", "mpich"),
+    Device.cuda: (RING, "nccl", "nccl_symm", "torch_one_shot", "torch_two_shot", "nvshmem"),
 }
 """By device."""
 _SETS = {Device.cpu: "mpi", Device.cuda: "torch_symm_mem"}  # names that stand for several
@@ -41,9 +41,9 @@ def parse_peers(text: str, installed: Iterable[str], device: Device = Device.cpu
     says so in its place of the table.
     """
     known = PEERS[device]
-    available = list(known) if device is Device.cuda else ["gloo", *installed]
+    available = list(known) if device is Device.cuda else [RING, "gloo", *installed]
     several = {
-        "mpi": [peer for peer in available if peer != "gloo"],
+        "mpi": [peer for peer in available if peer not in (RING, "gloo")],
         "torch_symm_mem": [peer for peer in known if peer.startswith("torch_")],
     }
     names: list[str] = []
@@ -74,14 +74,14 @@ def plan_teams(peers: Sequence[str], device: Device = Device.cpu) -> list[TeamPl
     if device is Device.cuda:
         return [TeamPlan("own", [*OWN, *peers], None)]
     launcher = "openmpi" if "openmpi" in peers else None
-    own = TeamPlan("own", [*OWN, *(peer for peer in ("gloo", "openmpi") if peer in peers)], launcher)
+    own = TeamPlan("own", [*OWN, *(peer for peer in (RING, "gloo", "openmpi") if peer in peers)], launcher)
     return [own, TeamPlan("mpich", ["mpich"], "mpich")] if "mpich" in peers else [own]
 
 
 def present(peers: Sequence[str], launch: Launch, device: Device = Device.cpu) -> tuple[list[str], list[str]]:
     """Of the peers, those that ranks started by torchrun or mpirun can run, and notes about the others."""
     mpi = None if launch.rank is not None else _MPI_NAMES.get(launch.mpi or "")
-    possible = [peer for peer in peers if device is Device.cuda or peer in ("gloo", mpi)]
+    possible = [peer for peer in peers if device is Device.cuda or peer in (RING, "gloo", mpi)]
     starter = launch.mpi if mpi else "torchrun"
     absent = [f"{peer}: n/a, the ranks were started by {starter}" for peer in peers if peer not in possible]
     return possible, absent

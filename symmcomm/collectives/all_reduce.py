@@ -9,7 +9,10 @@ import torch
 
 from symmcomm.collectives.arguments import check_rank, check_tensor, gpu_of
 from symmcomm.collectives.call import Kind, encode, parse_reduction
+from symmcomm.collectives.ring import ring_block
 from symmcomm.kernels.cpu.reduce import reduction
+from symmcomm.schedule.cost import RingMode
+from symmcomm.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
@@ -35,7 +38,14 @@ def prepare(self: Communicator, kind: Kind, dtype: torch.dtype, op: object, root
     return address
 
 
-def all_reduce(self: Communicator, tensor: torch.Tensor, op: object = "sum") -> None:
+def all_reduce(
+    self: Communicator,
+    tensor: torch.Tensor,
+    op: object = "sum",
+    *,
+    ring_mode: RingMode | Plan | None = None,
+    num_blocks: int = 0,
+) -> None:
     """Replaces ``tensor`` on every rank by the reduction of all ranks' tensors. The same bits on every rank.
 
     Symmetric tensors (``Communicator.empty``) are reduced in place; others go through staging buffers in chunks.
@@ -45,10 +55,15 @@ def all_reduce(self: Communicator, tensor: torch.Tensor, op: object = "sum") -> 
         op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"``, ``"prod"``, for integers and bool ``"band"``, ``"bor"``,
             ``"bxor"``; or a ``torch.distributed.ReduceOp``. Floats of 16 and 8 bits accumulate in float32, in rank
             order.
+        ring_mode, num_blocks: as for ``reduce_scatter_tensor``: reduce-scatter and all-gather round rings; None and
+            All2All are the direct algorithms, which are the default on every topology. A plan must be an all-reduce.
 
     Raises:
         ArgumentError, DTypeError: on the calling rank. MismatchError: on all ranks. PeerError: a rank did not come.
+        TopologyError: there are no such rings. PlanError: the plan is wrong.
     """
+    if (ring_mode is not None or num_blocks) and _by_ring(self, tensor, op, ring_mode, num_blocks):
+        return
     try:
         block = self.all_reductions[tensor.dtype, op]
         fit = tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
@@ -63,6 +78,24 @@ def all_reduce(self: Communicator, tensor: torch.Tensor, op: object = "sum") -> 
     status = self.all_reduce_entry(self.ctx, block, tensor.data_ptr(), tensor.numel())
     if status:
         self.fail(status)
+
+
+def _by_ring(
+    self: Communicator, tensor: torch.Tensor, op: object, ring_mode: RingMode | Plan | None, num_blocks: int
+) -> bool:
+    """All-reduce by a plan. False, and nothing done, if the mode is the direct one."""
+    if (gpu := gpu_of(self, tensor, "tensor")) is not None:
+        gpu.all_reduce(tensor, op, ring_mode=ring_mode, num_blocks=num_blocks)
+        return True
+    check_tensor(tensor, "tensor")
+    block = ring_block(self, Kind.all_reduce, tensor.dtype, op, ring_mode, num_blocks)
+    if not block:
+        return False
+    address = tensor.data_ptr()
+    status = self.kernels.ring(self.ctx, block, address, address, tensor.numel(), 1)
+    if status:
+        self.fail(status)
+    return True
 
 
 def reduce(self: Communicator, tensor: torch.Tensor, dst: int, op: object = "sum") -> None:

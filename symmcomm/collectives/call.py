@@ -38,18 +38,31 @@ def _code(dtype: torch.dtype) -> int:
     return _DTYPES.index(dtype)
 
 
+NUM_BLOCKS_LIMIT = 1 << 13
+_SCHEDULES = ("All2All", "Ring1D", "Ring2D")
+
+
 @cache
-def encode(kind: Kind, dtype: torch.dtype, op: Op | None = None, root: int = -1) -> int:
-    """The word of a call; ``root`` is -1 where there is none."""
-    return kind | _code(dtype) << 8 | (_NO_OP if op is None else op) << 24 | (root + 1) << 32
+def encode(
+    kind: Kind, dtype: torch.dtype, op: Op | None = None, root: int = -1, schedule: tuple[int, int] = (0, 0)
+) -> int:
+    """The word of a call; ``root`` is -1 where there is none. ``schedule``: the ring mode's number and the number of
+    blocks, or 3 and a checksum of a plan, below NUM_BLOCKS_LIMIT."""
+    where = (root + 1) << 32 | schedule[1] << 48 | schedule[0] << 61
+    return kind | _code(dtype) << 8 | (_NO_OP if op is None else op) << 24 | where
 
 
 def decode(word: int) -> dict[str, object]:
     """Arguments of a call, by name, as its user wrote them."""
-    kind, op, root = Kind(word & 0xFF), word >> 24 & 0xFF, (word >> 32) - 1
+    kind, op, root = Kind(word & 0xFF), word >> 24 & 0xFF, (word >> 32 & 0xFFFF) - 1
     call: dict[str, object] = {"call": kind.name, "dtype": _DTYPES[word >> 8 & 0xFFFF]}
     if op != _NO_OP:
         call["op"] = Op(op).name
+    mode, number = word >> 61, word >> 48 & (NUM_BLOCKS_LIMIT - 1)
+    if mode == len(_SCHEDULES):
+        call["ring_mode"] = f"a plan with checksum {number:#x}"
+    elif mode:
+        call |= {"ring_mode": _SCHEDULES[mode], "num_blocks": number}
     if root >= 0:
         call["src" if kind in (Kind.broadcast, Kind.scatter) else "dst"] = root
     return call

@@ -19,6 +19,7 @@ from symmcomm.collectives.all_to_all import check_apart, even_part, row_bytes
 from symmcomm.collectives.arguments import check_list, check_pair, check_rank
 from symmcomm.collectives.call import Kind, parse_reduction
 from symmcomm.collectives.gpu_memory import GpuMemory
+from symmcomm.collectives.gpu_ring import by_ring
 from symmcomm.collectives.lists import check_lists
 from symmcomm.errors import ArgumentError, DTypeError
 from symmcomm.kernels.gpu import instances
@@ -28,7 +29,9 @@ from symmcomm.kernels.gpu.copy_engine import AllGatherCopyEngine
 from symmcomm.kernels.gpu.point_to_point import Message
 from symmcomm.kernels.gpu.words import StoreWords, SwapSignal
 from symmcomm.schedule import select_gpu
+from symmcomm.schedule.cost import RingMode
 from symmcomm.schedule.dtypes import DType, Op
+from symmcomm.schedule.plan import Plan
 from symmcomm.schedule.select_gpu import Algorithm
 
 _MAX_PREPARED = 4096  # calls kept; sizes that never come again must not fill the memory
@@ -47,7 +50,7 @@ class GpuCollectives(GpuMemory):
 
     _engine: AllGatherCopyEngine | None = None
 
-    def _find(self, key: tuple[object, ...], make: Callable[[], Call]) -> Call:
+    def find(self, key: tuple[object, ...], make: Callable[[], Call]) -> Call:
         """The prepared call; made, and kept, if it is new."""
         call = self._calls.get(key)
         if call is None:
@@ -58,11 +61,17 @@ class GpuCollectives(GpuMemory):
 
     # Reductions.
 
-    def all_reduce(self, tensor: torch.Tensor, op: object = "sum") -> None:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: object = "sum", *, ring_mode: RingMode | Plan | None = None, num_blocks: int = 0
+    ) -> None:
         """Replaces ``tensor`` on every rank by the reduction of all ranks' tensors, in rank order, with the same bits.
 
         Small tensors, and symmetric ones, are reduced where they are; others are pipelined through staging memory.
         """
+        if ring_mode is not None or num_blocks:
+            self.check_tensor(tensor, "tensor")
+            if by_ring(self, Kind.all_reduce, tensor, tensor, op, ring_mode, num_blocks):
+                return
         try:
             call = self._calls[tensor.dtype, op, tensor.numel()]
             fit = tensor.get_device() == self.ordinal and tensor.is_contiguous() and not tensor.is_neg()
@@ -72,7 +81,7 @@ class GpuCollectives(GpuMemory):
             self.check_tensor(tensor, "tensor")
             dtype, own_op = parse_reduction(tensor.dtype, op)
             key, count = (tensor.dtype, op, tensor.numel()), tensor.numel()
-            call = self._find(key, lambda: self._prepare_all_reduce(dtype, own_op, count))
+            call = self.find(key, lambda: self._prepare_all_reduce(dtype, own_op, count))
         call(tensor)
 
     def _prepare_all_reduce(self, dtype: DType, op: Op, count: int) -> Call:
@@ -119,7 +128,7 @@ class GpuCollectives(GpuMemory):
         dtype, own_op = parse_reduction(tensor.dtype, op)
         keeps, count = dst == self.rank, tensor.numel()
         key = (Kind.reduce, dtype, own_op, count, keeps)
-        self._find(key, lambda: self._prepare_reduce(dtype, own_op, count, keeps))(tensor)
+        self.find(key, lambda: self._prepare_reduce(dtype, own_op, count, keeps))(tensor)
 
     def _prepare_reduce(self, dtype: DType, op: Op, count: int, keeps: bool) -> Call:
         if self.world_size == 1 or count == 0:
@@ -127,14 +136,23 @@ class GpuCollectives(GpuMemory):
         shape = self.choose_all_reduce(count * dtype.itemsize, dtype, False)
         return self._direct(shape, dtype, op, count, keeps)
 
-    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, op: object = "sum") -> None:
+    def reduce_scatter_tensor(
+        self, output: torch.Tensor, input: torch.Tensor, op: object = "sum", *,
+        ring_mode: RingMode | Plan | None = None, num_blocks: int = 0,
+    ) -> None:  # fmt: skip
         """Leaves part ``rank`` of the reduction of all inputs in ``output``, which may be that part of ``input``.
         A large symmetric input is read in place; other data go through staging memory, pipelined."""
         check_pair(output, input, 1, self.world_size, self.device)
+        if ring_mode is None and input.nbytes >= self.ring_from[1]:
+            ring_mode = self.ring_from[0]
+        if (ring_mode is not None or num_blocks) and by_ring(
+            self, Kind.reduce_scatter_tensor, output, input, op, ring_mode, num_blocks
+        ):
+            return
         dtype, own_op = parse_reduction(input.dtype, op)
         count, offset = output.numel(), self.symmetric_offset(input)
         key = (Kind.reduce_scatter_tensor, dtype, own_op, count, offset >= 0)
-        call = self._find(key, lambda: self._prepare_reduce_scatter(dtype, own_op, count, offset >= 0))
+        call = self.find(key, lambda: self._prepare_reduce_scatter(dtype, own_op, count, offset >= 0))
         call(output, input, offset)
 
     def _prepare_reduce_scatter(self, dtype: DType, op: Op, count: int, symmetric: bool) -> Call:
@@ -205,7 +223,7 @@ class GpuCollectives(GpuMemory):
             return self.check()
         out_of, into = self.symmetric_offset(source), self.symmetric_offset(target)
         key = (Kind.all_gather_into_tensor, num_bytes, source_pitch == 0, out_of >= 0, into >= 0)
-        self._find(key, lambda: self._prepare_spread(num_bytes, source_pitch == 0, out_of >= 0, into >= 0))(
+        self.find(key, lambda: self._prepare_spread(num_bytes, source_pitch == 0, out_of >= 0, into >= 0))(
             source.data_ptr(), out_of, source_pitch, target.data_ptr(), into, target_pitch, sender
         )
 

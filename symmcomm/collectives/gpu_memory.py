@@ -29,6 +29,7 @@ import torch
 
 from symmcomm.collectives.arguments import check_tensor
 from symmcomm.collectives.gpu_alarm import Alarm
+from symmcomm.discovery import gpu_topology
 from symmcomm.errors import ArgumentError, ClosedError, DeviceError, MismatchError, PeerTimeoutError
 from symmcomm.memory.cuda_driver import CudaDevice, capturing
 from symmcomm.memory.cuda_ipc import IpcProvider
@@ -39,7 +40,9 @@ from symmcomm.memory.provider import Provider
 from symmcomm.probe_gpu import probe_facts
 from symmcomm.schedule import layout_gpu as at
 from symmcomm.schedule import select_gpu
+from symmcomm.schedule.cost import choose_from
 from symmcomm.schedule.layout_gpu import Layout, MessageLayout, Phase, Record
+from symmcomm.schedule.plan import Plan
 from symmcomm.schedule.select_gpu import Thresholds
 from symmcomm.schedule.topology_gpu import Attempt, Choice, GpuFacts, decide_devices, decide_provider
 from symmcomm.schedule.tuning_gpu import World, lookup
@@ -100,6 +103,7 @@ class GpuMemory:
         facts: about all ranks' GPUs. choice: how they share memory, and why.
         scratch_bytes: the most that ``scratch`` gives. timeout_s: deadline of a wait, in seconds.
         thresholds: sizes by which kernels are chosen.
+        topology, ring_from: as of the communicator, for its GPUs.
     """
 
     def __init__(self, comm: Communicator, facts: list[GpuFacts], choice: Choice) -> None:
@@ -131,6 +135,9 @@ class GpuMemory:
         self._last: torch.cuda.Stream | None = None
         self._calls: dict[tuple[object, ...], Callable[..., None]] = {}  # prepared, by what all ranks know alike
         self.thresholds = self._read_thresholds()
+        self.topology = comm.topology if comm.topology_is_given else gpu_topology(facts)
+        self.ring_from = choose_from(self.topology)
+        self.ring_tables: dict[tuple[object, ...], tuple[Plan, torch.Tensor]] = {}  # on the device, as long as the heap
         self._failure: BaseException | None = None
         self._fill_state()
 

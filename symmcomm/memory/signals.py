@@ -39,6 +39,7 @@ class ControlLayout:
         lines: epoch lines, ``[parity of the epoch][sender]``.
         ring: the one line that the previous rank of the ring writes.
         sent, taken: lines of point-to-point messages, ``[peer]``: chunks sent to this rank, chunks taken from it.
+        steps: lines of the messages of ring schedules, ``[sender]``.
         splits: what this rank sends to each peer in an all-to-all: ``i64[parity of the epoch][peer][bytes, offset]``.
         signal_pad: the compare-and-swap words, ``u32[NUM_CHANNELS][sender]``.
         messages: chunks on their way out of this rank, ``[peer][NUM_MESSAGE_SLOTS][message_bytes]``.
@@ -53,6 +54,7 @@ class ControlLayout:
     ring: int
     sent: int
     taken: int
+    steps: int
     splits: int
     signal_pad: int
     message_bytes: int
@@ -67,7 +69,8 @@ class ControlLayout:
         ring = lines + 2 * world_size * LINE_BYTES
         sent = ring + LINE_BYTES
         taken = sent + world_size * LINE_BYTES
-        splits = taken + world_size * LINE_BYTES
+        steps = taken + world_size * LINE_BYTES
+        splits = steps + world_size * LINE_BYTES
         signal_pad = align_up(splits + 2 * world_size * 16, LINE_BYTES)
         messages = align_up(signal_pad + NUM_CHANNELS * world_size * 4, PAGE_BYTES)
         budget = _MESSAGE_BYTES // (NUM_MESSAGE_SLOTS * world_size)
@@ -82,6 +85,7 @@ class ControlLayout:
             ring=ring,
             sent=sent,
             taken=taken,
+            steps=steps,
             splits=splits,
             signal_pad=signal_pad,
             message_bytes=message_bytes,

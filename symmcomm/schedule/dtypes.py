@@ -53,3 +53,11 @@ def supports(dtype: DType, op: Op) -> bool:
     if op >= Op.band:
         return not dtype.is_floating_point
     return not (dtype is DType.bool and op is Op.avg)
+
+
+def partial_dtype(dtype: DType, op: Op) -> DType:
+    """The type in which partial results lose nothing: what adds up or multiplies needs its accumulator, what picks or
+    masks, and integers that wrap, do not."""
+    if dtype.is_floating_point:
+        return DType.float32 if dtype.itemsize < 4 and op in (Op.sum, Op.avg, Op.prod) else dtype
+    return DType.int64 if op is Op.avg else dtype

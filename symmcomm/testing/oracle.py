@@ -125,14 +125,26 @@ def emulate(inputs: Sequence[Tensor], dtype: DType, op: Op) -> Tensor:
     """The reduction of the ranks' ``inputs`` with the bits that the library promises, as ``dtype``."""
     if len(inputs) == 1:
         return inputs[0].clone()
-    if dtype is DType.bool:
-        op = _OF_BOOL.get(op, op)
-    widen = _wide if dtype.is_floating_point else lambda tensor: tensor.to(torch.int64)
-    total = widen(inputs[0])
+    total = widen(inputs[0], dtype)
     for tensor in inputs[1:]:
-        total = _COMBINE[op](total, widen(tensor))
+        total = combine_accumulators(total, widen(tensor, dtype), dtype, op)
+    return finish_accumulator(total, len(inputs), dtype, op)
+
+
+def widen(tensor: Tensor, dtype: DType) -> Tensor:
+    """Elements as accumulators."""
+    return _wide(tensor) if dtype.is_floating_point else tensor.to(torch.int64)
+
+
+def combine_accumulators(x: Tensor, y: Tensor, dtype: DType, op: Op) -> Tensor:
+    """``op`` of two accumulators."""
+    return _COMBINE[_OF_BOOL.get(op, op) if dtype is DType.bool else op](x, y)
+
+
+def finish_accumulator(total: Tensor, num: int, dtype: DType, op: Op) -> Tensor:
+    """The result, as ``dtype``, from the accumulator of ``num`` ranks' elements."""
     if op is Op.avg:
-        total = total / len(inputs) if dtype.is_floating_point else torch.div(total, len(inputs), rounding_mode="trunc")
+        total = total / num if dtype.is_floating_point else torch.div(total, num, rounding_mode="trunc")
     return narrow(total, dtype)
 
 

@@ -18,13 +18,16 @@ def _load_kernels() -> None:
     from symmcomm.kernels import cpu
     from symmcomm.kernels.compile import compile_once
     from symmcomm.kernels.cpu.reduce import reduction
-    from symmcomm.schedule.dtypes import DType, Op, supports
+    from symmcomm.kernels.cpu.ring import addition
+    from symmcomm.schedule.dtypes import DType, Op, partial_dtype, supports
 
     compile_once(cpu.load)
     for dtype in DType:
         for op in Op:
             if supports(dtype, op):
                 reduction(dtype, op)
+                addition(dtype, partial_dtype(dtype, op), op, False)
+                addition(dtype, partial_dtype(dtype, op), op, True)
 
 
 with contextlib.suppress(Exception):

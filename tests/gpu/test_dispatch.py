@@ -11,14 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symmcomm.errors import ArgumentError, DTypeError
+from symmcomm.errors import ArgumentError, DTypeError, PlanError, TopologyError
 
 pytest.importorskip("cutlass")
 
 from symmcomm.collectives.gpu import GpuCollectives
 from symmcomm.kernels.gpu.compile import compiled
 from symmcomm.schedule import select_gpu
+from symmcomm.schedule.cost import RingMode, choose_from
 from symmcomm.schedule.layout_gpu import Layout, MessageLayout
+from symmcomm.schedule.machines import nvlink
+from symmcomm.schedule.plan import all_reduce_of
+from symmcomm.schedule.ring import ring_1d
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the addresses are made up")
 SCRATCH = 4 << 20
@@ -40,6 +44,8 @@ class Dry(GpuCollectives):
         self.base, self.stride = self.memory.data_ptr() - rank * (1 << 40), 1 << 40
         self.heap: Any = SimpleNamespace(own_address=self.memory.data_ptr())
         self._symmetric, self._calls, self._word = set(), {}, ctypes.c_uint32(0)
+        self.topology, self.ring_tables = nvlink(2), {}
+        self.ring_from = choose_from(self.topology)
         self._names: dict[int, str] = {}
         self.launched: list[str] = []
 
@@ -123,6 +129,28 @@ def test_reduce_scatter(gpu: Dry) -> None:
     assert gpu.kernels() == ["ReduceScatterPull"]
     with pytest.raises(ArgumentError, match="only be this rank's part"):
         gpu.reduce_scatter_tensor(input[8 : 4 * MI + 8], input)
+
+
+def test_rings(gpu: Dry) -> None:
+    tensor, part = torch.ones(4 * MI), torch.ones(2 * MI)
+    gpu.reduce_scatter_tensor(part, tensor, ring_mode=RingMode.Ring1D)
+    gpu.reduce_scatter_tensor(part, tensor, ring_mode=RingMode.Ring1D, num_blocks=7)
+    gpu.all_reduce(torch.ones(7), "avg", ring_mode=RingMode.Ring1D)
+    gpu.all_reduce(tensor, ring_mode=all_reduce_of(ring_1d(nvlink(2))))
+    assert gpu.kernels() == ["Ring"] * 4
+    assert len(gpu.ring_tables) == 3
+    gpu.reduce_scatter_tensor(part, tensor, ring_mode=RingMode.All2All)
+    assert gpu.kernels() == ["ReduceScatterStaged"]
+    gpu.ring_from = (RingMode.Ring1D, tensor.nbytes)  # where the topology suggests it
+    gpu.reduce_scatter_tensor(part, tensor)
+    gpu.reduce_scatter_tensor(part[:-1], tensor[:-2])
+    assert gpu.kernels() == ["Ring", "ReduceScatterStaged"]
+    with pytest.raises(TopologyError, match="needs 1 levels of groups"):
+        gpu.all_reduce(tensor, ring_mode=RingMode.Ring2D)
+    with pytest.raises(PlanError, match="is no all-reduce"):
+        gpu.all_reduce(tensor, ring_mode=ring_1d(nvlink(2)))
+    with pytest.raises(ArgumentError, match="num_blocks=3 is for rings"):
+        gpu.all_reduce(tensor, num_blocks=3)
 
 
 def test_all_gather_and_broadcast(gpu: Dry) -> None:

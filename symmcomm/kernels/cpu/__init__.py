@@ -22,6 +22,7 @@ class Kernels:
     wait_signal: Entry
     all_reduce: Entry
     reduce_scatter: Entry
+    ring: Entry
     all_gather: Entry
     all_to_all: Entry
     send: Entry
@@ -43,7 +44,7 @@ def _entry(kernel: Any, num_args: int) -> Entry:
 def load() -> Kernels:
     """Compiles everything (10 to 20 s), or loads it from Numba's cache (below a second). The first rank of a machine
     does it by ``compile_once``."""
-    from symmcomm.kernels.cpu import all_gather, all_reduce, all_to_all, barrier, point_to_point, reduce_scatter
+    from symmcomm.kernels.cpu import all_gather, all_reduce, all_to_all, barrier, point_to_point, reduce_scatter, ring
 
     return Kernels(
         all_to_all_barrier=_entry(barrier.all_to_all_barrier, 2),
@@ -53,6 +54,7 @@ def load() -> Kernels:
         wait_signal=_entry(barrier.wait_signal, 3),
         all_reduce=_entry(all_reduce.all_reduce, 4),
         reduce_scatter=_entry(reduce_scatter.reduce_scatter, 5),
+        ring=_entry(ring.ring, 6),
         all_gather=_entry(all_gather.all_gather, 8),
         all_to_all=_entry(all_to_all.all_to_all, 6),
         send=_entry(point_to_point.send, 5),

@@ -29,7 +29,8 @@ IN_PLACE_BYTES, SINGLE_COPY_BYTES = 39, 40
 PIPELINED_BYTES = 42  # from here on a call with one sender is staged again
 PIDS = 43  # process ids, one a peer
 EXPECTED_CALL, EXPECTED_COUNT, SENT_CALL, SENT_COUNT = 44, 45, 46, 47  # of a message that was refused
-NUM_FIELDS = 48
+STEPS, STEP_EPOCH = 48, 49  # offset of the lines of a plan's messages; how many signals plans have taken
+NUM_FIELDS = 50
 
 IN_OPENING, IN_VOTES, AS_SENDER, AS_RECEIVER = 0, 1, 2, 3  # lines of the barrier; or EXPECTED_ and SENT_ fields
 OPEN, IN_CALL, CLOSED, FAILED, FORKED = 0, 1, 2, 3, 4  # values of STATE

@@ -1,0 +1,304 @@
+"""A row and the threads that share it: residual added, RMS-normalised, rounded. What all norm kernels are made of.
+
+With ``x`` the row (reduced over the ranks in float32, not rounded yet), ``r`` the residual's, ``w`` the weight::
+
+    new residual  s = round(round(x) + r)                what all_reduce, then add leaves, to the bit
+    values        t = x + r                              float32: s before any rounding
+    output        y = round(t / sqrt(mean(t²) + eps) · (weight_bias + w) + bias)
+
+So ``y`` is rounded once, where the separate kernels round three times. Without a residual ``t`` is ``x``. With
+``multimem`` the switch returns ``x`` rounded. Rows of ``quantize`` kernels become float8_e4m3fn: ``scale = max|y| /
+448`` (1 for a row of zeros), the output ``round(y / scale)``, of ``y`` in float32.
+
+A thread holds vectors of 16 bytes, the vector ``index`` of a row being its elements from ``index · per_vector`` on.
+``aligned`` kernels ask that every row starts on a 16-byte boundary and ends on one; the others move single elements.
+Which of the two a rank takes is its own affair: what goes over the links are vectors, filled up with zeros.
+
+Straight-line code, put together while a kernel is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.arch import inline_ptx
+
+from symmcomm.kernels.gpu.elements import Reduction, store_vector
+from symmcomm.kernels.gpu.primitives import pick, store, warp_reduce
+from symmcomm.schedule.dtypes import DType, Op
+
+VECTOR_BYTES = 16
+_FLOAT8_MAX = 448.0
+
+
+class NormArguments(NamedTuple):
+    """What every norm kernel gets. Addresses, or where a kernel says so offsets from the start of each rank's heap;
+    pitches are bytes from row to row. What a kernel has no use for is 0."""
+
+    source: Int64
+    source_pitch: Int64
+    residual: Int64
+    residual_pitch: Int64
+    new_residual: Int64
+    new_residual_pitch: Int64
+    output: Int64
+    output_pitch: Int64
+    scales: Int64  # f32[rows]
+    weight: Int64
+    bias: Int64
+    rows: Int32
+    hidden: Int32  # elements a row
+    eps: Float32
+    weight_bias: Float32
+
+
+def placeholders() -> NormArguments:
+    """For ``compile``."""
+    return NormArguments(*[Int64(0)] * 11, Int32(0), Int32(0), Float32(0.0), Float32(0.0))
+
+
+def add(x: Any, y: Any) -> Any:
+    """For ``Team.combine``."""
+    return x + y
+
+
+def largest(x: Any, y: Any) -> Any:
+    """For ``Team.combine``; propagates NaN."""
+    return inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+
+
+def tree(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    """``combine`` of all, pair by pair: short chains, small rounding errors."""
+    while len(values) > 1:
+        paired = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = paired + values[len(values) & ~1 :]
+    return values[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Math:
+    """The formulas above, for lists of values and of their words. ``world_size`` ranks are reduced."""
+
+    dtype: DType
+    world_size: int
+    arch: int
+    quantize: bool = False
+
+    @property
+    def reduction(self) -> Reduction:
+        return Reduction(self.dtype, Op.sum, self.world_size, self.arch)
+
+    @property
+    def per_vector(self) -> int:
+        """Elements a vector."""
+        return VECTOR_BYTES // self.dtype.itemsize
+
+    def sum_of(self, ranks: list[list[Any]]) -> list[Any]:
+        """Float32 sums of the ranks' words, in rank order."""
+        total = self.reduction.widen(ranks[0])
+        for words in ranks[1:]:
+            total = self.reduction.combine(total, self.reduction.widen(words))
+        return total
+
+    def add_residual(self, sums: list[Any], residual: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The values t, and the words of the new residual."""
+        rounded, old = self.reduction.widen(self.reduction.narrow(sums)), self.reduction.widen(residual)
+        new = self.reduction.narrow([a + b for a, b in zip(rounded, old, strict=True)])
+        return [a + b for a, b in zip(sums, old, strict=True)], new
+
+    def normalised(
+        self, values: list[Any], inverse: Any, weight: list[Any], bias: list[Any] | None, weight_bias: Any
+    ) -> list[Any]:
+        """Values y, from the words of the weight and of the bias."""
+        scaled = [
+            value * inverse * (w + weight_bias)
+            for value, w in zip(values, self.reduction.widen(weight), strict=True)
+        ]
+        if bias is None:
+            return scaled
+        return [y + b for y, b in zip(scaled, self.reduction.widen(bias), strict=True)]
+
+    def narrow(self, values: list[Any], factor: Any = None) -> list[Any]:
+        """The output's words; with a ``factor`` (of ``quantize``) of float8."""
+        if factor is None:
+            return self.reduction.narrow(values)
+        scaled = [value * factor for value in values]
+        scaled += [Float32(0.0)] * (-len(scaled) % 4)
+        return Reduction(DType.float8_e4m3fn, Op.sum, 1, self.arch).narrow(scaled)
+
+    @property
+    def output_itemsize(self) -> int:
+        return 1 if self.quantize else self.dtype.itemsize
+
+    def access(self, aligned: bool, hidden: Any) -> Access:
+        """To rows of ``hidden`` elements."""
+        return Access(itemsize=self.dtype.itemsize, per_vector=self.per_vector, aligned=aligned, hidden=hidden)
+
+
+def inverse_root(squares: Any, hidden: Any, eps: Any) -> Any:
+    """1 / sqrt(squares / hidden + eps), each step correctly rounded."""
+    code = (
+        "{\n.reg .f32 mean;\ndiv.rn.f32 mean, {$r0}, {$r1};\nadd.rn.f32 mean, mean, {$r2};\n"
+        "sqrt.rn.f32 mean, mean;\nrcp.rn.f32 {$w0}, mean;\n}"
+    )
+    return inline_ptx(code, write_only_types=[Float32], read_only_args=[squares, Float32(hidden), eps])
+
+
+def magnitude(value: Any) -> Any:
+    """|value|."""
+    return (value.bitcast(Uint32) & Uint32(0x7FFFFFFF)).bitcast(Float32)
+
+
+def scale_of(amax: Any) -> tuple[Any, Any]:
+    """A row's scale, and the factor that divides by it: 448 / amax."""
+    some, code = amax != Float32(0.0), "div.rn.f32 {$w0}, {$r0}, {$r1};"
+    safe, most = pick(some, amax, Float32(_FLOAT8_MAX)), Float32(_FLOAT8_MAX)
+    scale = inline_ptx(code, write_only_types=[Float32], read_only_args=[safe, most])
+    return scale, inline_ptx(code, write_only_types=[Float32], read_only_args=[most, safe])
+
+
+def load_or_zero(address: Any, num_bytes: int, when: Any, semantics: str = "weak") -> list[Any]:
+    """``num_bytes`` (2, 4 or 16, and aligned to that) as words; zeros where ``when`` is false.
+
+    As ``load`` with a predicate, but the words are written either way. Else, in a loop, registers would have to keep
+    their values of the iteration before.
+    """
+    num = -(-num_bytes // 4)
+    words = [f"{{$w{i}}}" for i in range(num)]
+    kind = {2: ".u16", 4: ".b32", 16: ".v4.b32"}[num_bytes]
+    operand = words[0] if num == 1 else f"{{{', '.join(words)}}}"
+    order = "" if semantics == "weak" else f".{semantics}.sys"
+    zeros = "\n".join(f"mov.b32 {word}, 0;" for word in words)
+    code = (
+        f"{{\n.reg .pred live;\nsetp.ne.s32 live, {{$r1}}, 0;\n{zeros}\n"
+        f"@live ld{order}.global{kind} {operand}, [{{$r0}}];\n}}"
+    )
+    loaded = inline_ptx(code, write_only_types=[Uint32] * num, read_only_args=[address, Int32(when)])
+    return [loaded] if num == 1 else list(loaded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Vectors of rows in memory, of elements with ``itemsize`` bytes; ``per_vector`` of them a vector."""
+
+    itemsize: int
+    per_vector: int
+    aligned: bool
+    hidden: Any
+
+    def load(self, row: Any, index: Any, live: Any, semantics: str = "weak") -> list[Any]:
+        """Vector ``index`` of the row at that address: four words, zeros where not ``live`` and where the row has
+        ended."""
+        if self.aligned:
+            address = row + Int64(index) * VECTOR_BYTES
+            return load_or_zero(address, VECTOR_BYTES, live & self.inside(index), semantics)
+        words = [Uint32(0)] * 4
+        for i in range(self.per_vector):
+            here = live & (index * self.per_vector + i < self.hidden)
+            address = row + Int64(index * self.per_vector + i) * self.itemsize
+            byte = i * self.itemsize
+            moved = load_or_zero(address, self.itemsize, here, semantics)[0] << Uint32(8 * (byte % 4))
+            words[byte // 4] = words[byte // 4] | moved
+        return words
+
+    def store(self, row: Any, index: Any, words: list[Any], live: Any) -> None:
+        """Stores a vector of ``per_vector`` elements, up to the end of the row."""
+        num_bytes = self.per_vector * self.itemsize
+        address = row + Int64(index) * num_bytes
+        if self.aligned:
+            store_vector(address, words, num_bytes, when=live & self.inside(index))
+            return
+        for i in range(self.per_vector):
+            byte = i * self.itemsize
+            word = words[byte // 4] >> Uint32(8 * (byte % 4))
+            here = live & (index * self.per_vector + i < self.hidden)
+            store_vector(address + byte, [word], self.itemsize, when=here)
+
+    def inside(self, index: Any) -> Any:
+        """Whether the row has a vector of that index."""
+        return index * self.per_vector < self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    """The threads that share a row: ``threads`` of a CTA (a power of two up to 32, or whole warps) in each of
+    ``cluster`` CTAs. ``scratch``: shared memory for ``scratch_size`` floats, unless they are part of one warp."""
+
+    threads: int
+    cluster: int = 1
+    scratch: Any = None
+
+    @property
+    def num_warps(self) -> int:
+        return -(-self.threads // 32)
+
+    @property
+    def scratch_size(self) -> int:
+        return 2 * self.num_warps * self.cluster
+
+    def combine(self, value: Any, how: Callable[[Any, Any], Any], turn: Any) -> Any:
+        """``how`` of the threads' values (of which 0 changes nothing), the same bits on all of them. All call it, with a
+        ``turn`` that is one more each time: the halves of ``scratch`` alternate, so one barrier each time is enough."""
+        value = warp_reduce(value, how, min(self.threads, 32))
+        if self.scratch_size == 2:
+            return value
+        return _over_warps(value, how, Int32(turn), self)
+
+
+@cute.jit
+def _over_warps(value: Float32, how: cutlass.Constexpr, turn: Int32, team: cutlass.Constexpr) -> Any:
+    num, warp, lane = team.num_warps * team.cluster, cute.arch.warp_idx(), cute.arch.lane_idx()
+    half = (turn & 1) * num
+    if cutlass.const_expr(team.cluster == 1):
+        if lane == 0:
+            team.scratch[half + warp] = value
+        cute.arch.sync_threads()
+    else:
+        place = half + cute.arch.block_idx_in_cluster() * team.num_warps + warp
+        if lane < team.cluster:
+            store_in_cluster(team.scratch.iterator + place, lane, value)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    if cutlass.const_expr(num <= 8):
+        return tree([team.scratch[half + i] for i in range(num)], how)
+    # Registers hold a row: so not all at once.
+    rest = Float32(0.0)
+    for i in cutlass.range_constexpr(0, num, 32):
+        if i + lane < num:
+            rest = how(rest, team.scratch[half + i + lane])
+    return warp_reduce(rest, how)
+
+
+def store_in_cluster(pointer: Any, cta: Any, value: Any) -> None:
+    """Stores a float at the same place of the shared memory of a CTA of the cluster."""
+    code = (
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, {$r0}, {$r1};\nst.shared::cluster.f32 [there], {$r2};\n}"
+    )
+    inline_ptx(code, read_only_args=[Uint32(pointer.toint()), Uint32(cta), value])
+
+
+def shared_scratch(threads: int, cluster: int = 1) -> Any:
+    """Shared memory for a ``Team``; None where it needs none."""
+    size = Team(threads=threads, cluster=cluster).scratch_size
+    if size == 2:
+        return None
+    pointer = cute.arch.alloc_smem(Float32, size, alignment=16)
+    return cute.make_tensor(pointer, cute.make_layout(size))
+
+
+def after_previous_kernel(pdl: bool) -> None:
+    """Programmatic dependent launch: until here the kernel may run beside the one before it in the stream; from here on
+    that one is done, and the next may start (to wait here for us). Without ``pdl`` nothing."""
+    if pdl:
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+
+
+def store_scale(address: Any, row: Any, scale: Any, first: Any) -> None:
+    """By one thread of the row's team."""
+    store(address + Int64(row) * 4, [scale.bitcast(Uint32)], when=first)

@@ -27,10 +27,15 @@ class Kind(IntEnum):
     scatter = 8
     send = 9
     all_gather_bytes = 10
+    all_reduce_rms_norm = 20
+    reduce_scatter_rms_norm_all_gather = 21
+    reduce_scatter_rms_norm = 22
+    rms_norm_all_gather = 23
 
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _NO_OP = 0xFF
+_HIDDEN_BITS = 20
 
 
 def _code(dtype: torch.dtype) -> int:
@@ -44,13 +49,20 @@ def encode(kind: Kind, dtype: torch.dtype, op: Op | None = None, root: int = -1)
     return kind | _code(dtype) << 8 | (_NO_OP if op is None else op) << 24 | (root + 1) << 32
 
 
+def encode_norm(kind: Kind, dtype: torch.dtype, hidden: int, scaled: bool) -> int:
+    """The word of a call with a norm: rows of ``hidden`` elements; ``scaled``: normalised to float8."""
+    return encode(kind, dtype, root=hidden | scaled << _HIDDEN_BITS)
+
+
 def decode(word: int) -> dict[str, object]:
     """Arguments of a call, by name, as its user wrote them."""
     kind, op, root = Kind(word & 0xFF), word >> 24 & 0xFF, (word >> 32) - 1
     call: dict[str, object] = {"call": kind.name, "dtype": _DTYPES[word >> 8 & 0xFFFF]}
     if op != _NO_OP:
         call["op"] = Op(op).name
-    if root >= 0:
+    if kind >= Kind.all_reduce_rms_norm:
+        call["hidden"], call["scales"] = root % (1 << _HIDDEN_BITS), "given" if root >> _HIDDEN_BITS else "none"
+    elif root >= 0:
         call["src" if kind in (Kind.broadcast, Kind.scatter) else "dst"] = root
     return call
 

@@ -1,0 +1,83 @@
+"""Runs a norm on the CPU: fills the job that the kernels read (``kernels.cpu.norm``) and calls them."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from symmcomm.fused.call import Task
+from symmcomm.fused.rows import MAX_HIDDEN
+from symmcomm.schedule.dtypes import DType
+
+if TYPE_CHECKING:
+    from symmcomm.communicator import Communicator
+    from symmcomm.kernels.cpu import Entry
+
+_JOB = struct.Struct("20q2d4q")
+_JOB_WORDS = 32
+
+
+class _Scratch(threading.local):
+    """A thread's job and the row of float32 in which kernels sum; a call uses them while it runs."""
+
+    def __init__(self) -> None:
+        memory = np.empty(_JOB_WORDS + MAX_HIDDEN // 2, dtype=np.int64)
+        self.memory, self.job = memory.data, int(memory.ctypes.data)  # the view keeps the array
+
+
+_scratch = _Scratch()
+
+
+@cache
+def _entries(dtype: torch.dtype, has_residual: bool, keeps: bool, scaled: bool, has_bias: bool) -> tuple[int, int]:
+    """Addresses of ``add`` and ``normalise``, compiled on first use (a second each)."""
+    from symmcomm.kernels.cpu import norm
+
+    own = DType[str(dtype).removeprefix("torch.")]
+    parts = norm.WITH_RESIDUAL * has_residual | norm.KEEPS * keeps
+    return norm.add_entry(own, parts), norm.normalise_entry(own, DType.float8_e4m3fn if scaled else own, has_bias)
+
+
+@cache
+def _kernel(name: str, num_args: int) -> Entry:
+    from symmcomm.kernels.compile import compile_once
+    from symmcomm.kernels.cpu import _entry, fused_norm, norm
+
+    kernel = getattr(norm if name == "norm_rows" else fused_norm, name)
+    return compile_once(lambda: _entry(kernel, num_args))
+
+
+def _job(task: Task, call: int, form: int, groups: tuple[int, int, int]) -> int:
+    """Address of the filled job; its fields are those of ``kernels.cpu.norm``, in their order. SOURCES is one word
+    behind it; the collectives put their own there."""
+    keeps, scaled = task.new_residual.address != 0, task.scales != 0
+    add, normalise = _entries(task.dtype, task.residual.address != 0, keeps, scaled, task.bias != 0)
+    itemsize, scratch = task.dtype.itemsize, _scratch
+    tile = scratch.job + 8 * _JOB_WORDS
+    skipped = 4 * task.first if scaled and "out" in task.sharded else 0
+    _JOB.pack_into(
+        scratch.memory, 0,
+        call, add, normalise, itemsize, task.rows, task.hidden,
+        task.start("input"), task.input.pitch, task.start("residual"), task.residual.pitch,
+        task.start("new_residual"), task.new_residual.pitch,
+        task.start("out"), task.out.pitch, 1 if scaled else itemsize, task.scales - skipped,
+        task.weight, task.bias, tile - 8, tile, task.eps, task.weight_bias, *groups, form,
+    )  # fmt: skip
+    return scratch.job
+
+
+def norm_rows(task: Task, num_groups: int = 1, input_step: int = 0, out_step: int = 0) -> None:
+    """``num_groups`` times ``task.rows`` rows, without peers; steps are bytes from group to group."""
+    _kernel("norm_rows", 1)(_job(task, 0, 0, (num_groups, input_step, out_step)))
+
+
+def fused_norm(comm: Communicator, task: Task, call: int, form: int) -> None:
+    """A collective; ``form`` is one of ``kernels.cpu.fused_norm``."""
+    status = _kernel("fused_norm", 2)(comm.ctx, _job(task, call, form, (1, 0, 0)))
+    if status:
+        comm.fail(status)

@@ -7,7 +7,7 @@ its vectors of all of them before it writes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -16,22 +16,15 @@ from cutlass import Float32, Int32, Int64
 
 from symmcomm.kernels.gpu.context import block, thread
 from symmcomm.kernels.gpu.norm_row import (
-    Access,
     Math,
     NormArguments,
-    Team,
-    add,
+    Rows,
     after_previous_kernel,
     inverse_root,
-    largest,
-    magnitude,
     placeholders,
-    scale_of,
-    shared_scratch,
-    store_scale,
-    tree,
 )
 from symmcomm.kernels.gpu.primitives import opaque, pick
+from symmcomm.kernels.gpu.team import Team, add, tree
 from symmcomm.schedule.dtypes import DType
 
 
@@ -72,58 +65,28 @@ class RMSNorm:
 
     @cute.kernel
     def kernel(self, tensors: NormArguments) -> None:
-        lane = thread() % self.threads
-        team = Team(threads=self.threads, scratch=shared_scratch(self.threads))
         math = Math(dtype=self.dtype, world_size=1, arch=self.arch, quantize=self.quantize)
-        access = math.access(self.aligned, tensors.hidden)
-        indices = [lane + v * self.threads for v in range(self.vectors)]
-        held = self._weights(tensors, access, indices) if self.vectors <= 2 else None
+        indices = [thread() % self.threads + v * self.threads for v in range(self.vectors)]
+        rows = Rows.create(math, self.threads, indices, self.aligned, self.bias, tensors)
         after_previous_kernel(self.pdl)
         first, turn = block() * self.rows, Int32(0)
         while first < opaque(Int64(tensors.rows)):
-            self._row(tensors, math, access, team, indices, held, first + thread() // self.threads, turn)
+            row = first + thread() // self.threads  # past the last one a team goes along
+            live = row < tensors.rows
+            output = tensors.output + Int64(row) * tensors.output_pitch
+            scale = tensors.scales + Int64(row) * 4
+            rows.write(self._values(rows, row, live), live, turn, [output], [scale])
             first += cute.arch.grid_dim()[0] * self.rows
-            turn += 2 if self.quantize else 1
+            turn += rows.turns
 
-    def _weights(self, tensors: NormArguments, access: Access, indices: list[Any]) -> list[list[Any]]:
-        """The words of the weight, and of the bias if there is one, for those vectors."""
-        addresses = [tensors.weight, tensors.bias] if self.bias else [tensors.weight]
-        return [[w for i in indices for w in access.load(address, i, tensors.rows > 0)] for address in addresses]
-
-    def _row(
-        self, tensors: NormArguments, math: Math, access: Access, team: Team, indices: list[Any],
-        held: list[list[Any]] | None, row: Any, turn: Any,
-    ) -> None:  # fmt: skip
-        """One row of each team of the CTA; threads whose row is past the last one go along."""
-        live = row < tensors.rows
-        values = self._values(tensors, math, access, indices, row, live)
-        squares = [tree([t * t for t in vector], add) for vector in values]
-        inverse = inverse_root(team.combine(tree(squares, add), add, turn), tensors.hidden, tensors.eps)
-        output = tensors.output + Int64(row) * tensors.output_pitch
-        target = replace(access, itemsize=math.output_itemsize)
-        scaled = []
-        for v, (i, vector) in enumerate(zip(indices, values, strict=True)):
-            words = [w[4 * v : 4 * v + 4] for w in held] if held else self._weights(tensors, access, [i])
-            bias = words[1] if self.bias else None
-            scaled.append(math.normalised(vector, inverse, words[0], bias, tensors.weight_bias))
-            if not self.quantize:
-                target.store(output, i, math.narrow(scaled[v]), live)
-        if self.quantize:
-            peaks = [tree([magnitude(y) for y in vector], largest) for vector in scaled]
-            scale, factor = scale_of(team.combine(tree(peaks, largest), largest, turn + 1))
-            store_scale(tensors.scales, row, scale, live & (indices[0] == 0))
-            for i, vector in zip(indices, scaled, strict=True):
-                target.store(output, i, math.narrow(vector, factor), live)
-
-    def _values(
-        self, tensors: NormArguments, math: Math, access: Access, indices: list[Any], row: Any, live: Any
-    ) -> list[list[Any]]:
+    def _values(self, rows: Rows, row: Any, live: Any) -> list[list[Any]]:
         """The values t of the thread's vectors; the new residual is stored. As many loads in flight as fit."""
+        tensors, math, access = rows.arguments, rows.math, rows.access
         source = tensors.source + Int64(row) * tensors.source_pitch
         old = tensors.residual + Int64(row) * tensors.residual_pitch
         new = tensors.new_residual + Int64(row) * tensors.new_residual_pitch
         values, batch = [], 2 if self.threads > 512 else 4
-        for some in (indices[v : v + batch] for v in range(0, self.vectors, batch)):
+        for some in (rows.indices[v : v + batch] for v in range(0, self.vectors, batch)):
             loaded = [access.load(source, i, live) for i in some]
             olds = [access.load(old, i, live) for i in some] if self.residual else []
             sums = [math.sum_of([words]) for words in loaded]
@@ -221,7 +184,7 @@ class QKNorm:
             inverse = inverse_root(total, self.head_dim, tensors.eps)
             weight = [pick(head.is_query, q, k) for q, k in zip(*weights, strict=True)]
             for v, (i, vector) in enumerate(zip(indices, values, strict=True)):
-                scaled = math.normalised(vector, inverse, weight[4 * v : 4 * v + 4], None, tensors.weight_bias)
+                scaled = math.normalised(vector, inverse, [weight[4 * v : 4 * v + 4]], tensors.weight_bias)
                 access.store(head.output, i, math.narrow(scaled), head.live)
 
     def _head(self, tensors: QKNormArguments, number: Any) -> Head:

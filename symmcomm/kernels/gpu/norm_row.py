@@ -19,17 +19,16 @@ Straight-line code, put together while a kernel is traced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
 from symmcomm.kernels.gpu.elements import Reduction, store_vector
-from symmcomm.kernels.gpu.primitives import pick, store, warp_reduce
+from symmcomm.kernels.gpu.primitives import multimem_st, pick, store
+from symmcomm.kernels.gpu.team import Team, add, largest, shared_scratch, tree
 from symmcomm.schedule.dtypes import DType, Op
 
 VECTOR_BYTES = 16
@@ -60,24 +59,6 @@ class NormArguments(NamedTuple):
 def placeholders() -> NormArguments:
     """For ``compile``."""
     return NormArguments(*[Int64(0)] * 11, Int32(0), Int32(0), Float32(0.0), Float32(0.0))
-
-
-def add(x: Any, y: Any) -> Any:
-    """For ``Team.combine``."""
-    return x + y
-
-
-def largest(x: Any, y: Any) -> Any:
-    """For ``Team.combine``; propagates NaN."""
-    return inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
-
-
-def tree(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
-    """``combine`` of all, pair by pair: short chains, small rounding errors."""
-    while len(values) > 1:
-        paired = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
-        values = paired + values[len(values) & ~1 :]
-    return values[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,17 +92,11 @@ class Math:
         new = self.reduction.narrow([a + b for a, b in zip(rounded, old, strict=True)])
         return [a + b for a, b in zip(sums, old, strict=True)], new
 
-    def normalised(
-        self, values: list[Any], inverse: Any, weight: list[Any], bias: list[Any] | None, weight_bias: Any
-    ) -> list[Any]:
-        """Values y, from the words of the weight and of the bias."""
-        scaled = [
-            value * inverse * (w + weight_bias)
-            for value, w in zip(values, self.reduction.widen(weight), strict=True)
-        ]
-        if bias is None:
-            return scaled
-        return [y + b for y, b in zip(scaled, self.reduction.widen(bias), strict=True)]
+    def normalised(self, values: list[Any], inverse: Any, weights: list[list[Any]], weight_bias: Any) -> list[Any]:
+        """Values y, from the words of the weight and of the bias if there is one."""
+        weight, *bias = (self.reduction.widen(words) for words in weights)
+        scaled = [value * inverse * (w + weight_bias) for value, w in zip(values, weight, strict=True)]
+        return [y + b for y, b in zip(scaled, bias[0], strict=True)] if bias else scaled
 
     def narrow(self, values: list[Any], factor: Any = None) -> list[Any]:
         """The output's words; with a ``factor`` (of ``quantize``) of float8."""
@@ -224,73 +199,6 @@ class Access:
         return index * self.per_vector < self.hidden
 
 
-@dataclass(frozen=True, kw_only=True)
-class Team:
-    """The threads that share a row: ``threads`` of a CTA (a power of two up to 32, or whole warps) in each of
-    ``cluster`` CTAs. ``scratch``: shared memory for ``scratch_size`` floats, unless they are part of one warp."""
-
-    threads: int
-    cluster: int = 1
-    scratch: Any = None
-
-    @property
-    def num_warps(self) -> int:
-        return -(-self.threads // 32)
-
-    @property
-    def scratch_size(self) -> int:
-        return 2 * self.num_warps * self.cluster
-
-    def combine(self, value: Any, how: Callable[[Any, Any], Any], turn: Any) -> Any:
-        """``how`` of the threads' values (of which 0 changes nothing), the same bits on all of them. All call it, with a
-        ``turn`` that is one more each time: the halves of ``scratch`` alternate, so one barrier each time is enough."""
-        value = warp_reduce(value, how, min(self.threads, 32))
-        if self.scratch_size == 2:
-            return value
-        return _over_warps(value, how, Int32(turn), self)
-
-
-@cute.jit
-def _over_warps(value: Float32, how: cutlass.Constexpr, turn: Int32, team: cutlass.Constexpr) -> Any:
-    num, warp, lane = team.num_warps * team.cluster, cute.arch.warp_idx(), cute.arch.lane_idx()
-    half = (turn & 1) * num
-    if cutlass.const_expr(team.cluster == 1):
-        if lane == 0:
-            team.scratch[half + warp] = value
-        cute.arch.sync_threads()
-    else:
-        place = half + cute.arch.block_idx_in_cluster() * team.num_warps + warp
-        if lane < team.cluster:
-            store_in_cluster(team.scratch.iterator + place, lane, value)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-    if cutlass.const_expr(num <= 8):
-        return tree([team.scratch[half + i] for i in range(num)], how)
-    # Registers hold a row: so not all at once.
-    rest = Float32(0.0)
-    for i in cutlass.range_constexpr(0, num, 32):
-        if i + lane < num:
-            rest = how(rest, team.scratch[half + i + lane])
-    return warp_reduce(rest, how)
-
-
-def store_in_cluster(pointer: Any, cta: Any, value: Any) -> None:
-    """Stores a float at the same place of the shared memory of a CTA of the cluster."""
-    code = (
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, {$r0}, {$r1};\nst.shared::cluster.f32 [there], {$r2};\n}"
-    )
-    inline_ptx(code, read_only_args=[Uint32(pointer.toint()), Uint32(cta), value])
-
-
-def shared_scratch(threads: int, cluster: int = 1) -> Any:
-    """Shared memory for a ``Team``; None where it needs none."""
-    size = Team(threads=threads, cluster=cluster).scratch_size
-    if size == 2:
-        return None
-    pointer = cute.arch.alloc_smem(Float32, size, alignment=16)
-    return cute.make_tensor(pointer, cute.make_layout(size))
-
-
 def after_previous_kernel(pdl: bool) -> None:
     """Programmatic dependent launch: until here the kernel may run beside the one before it in the stream; from here on
     that one is done, and the next may start (to wait here for us). Without ``pdl`` nothing."""
@@ -299,6 +207,69 @@ def after_previous_kernel(pdl: bool) -> None:
         cute.arch.griddepcontrol_launch_dependents()
 
 
-def store_scale(address: Any, row: Any, scale: Any, first: Any) -> None:
-    """By one thread of the row's team."""
-    store(address + Int64(row) * 4, [scale.bitcast(Uint32)], when=first)
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A team and what it does with rows: each thread has the vectors ``indices`` of one.
+
+    ``held``: the words of weight and bias, if registers have room for them from row to row.
+    """
+
+    math: Math
+    team: Team
+    access: Access
+    arguments: NormArguments
+    indices: list[Any]
+    bias: bool
+    held: list[list[Any]] | None = None
+
+    @classmethod
+    def create(
+        cls, math: Math, threads: int, indices: list[Any], aligned: bool, bias: bool, arguments: NormArguments
+    ) -> Rows:
+        """Teams of ``threads`` of the CTA."""
+        rows = cls(
+            math=math, team=Team(threads=threads, scratch=shared_scratch(threads)), arguments=arguments,
+            access=math.access(aligned, arguments.hidden), indices=indices, bias=bias,
+        )  # fmt: skip
+        return replace(rows, held=rows.weights(indices)) if len(indices) <= 2 else rows
+
+    @property
+    def turns(self) -> int:
+        """Of the team, a row."""
+        return 2 if self.math.quantize else 1
+
+    def weights(self, indices: list[Any]) -> list[list[Any]]:
+        """The words of the weight, and of the bias if there is one, for those vectors."""
+        given = self.arguments
+        addresses = [given.weight, given.bias] if self.bias else [given.weight]
+        return [[w for i in indices for w in self.access.load(address, i, given.rows > 0)] for address in addresses]
+
+    def write(
+        self, values: list[list[Any]], live: Any, turn: Any, outputs: list[Any], scales: list[Any],
+        multicast: Any = None,
+    ) -> None:  # fmt: skip
+        """Norms the row whose vectors have the values t. ``outputs``: where it goes; ``scales``: where its scale goes;
+        ``multicast``: the multicast address that stands for all outputs, of aligned rows. All of the team call it."""
+        squares = tree([tree([t * t for t in vector], add) for vector in values], add)
+        inverse = inverse_root(self.team.combine(squares, add, turn), self.arguments.hidden, self.arguments.eps)
+        scaled = []
+        for v, (i, vector) in enumerate(zip(self.indices, values, strict=True)):
+            words = [w[4 * v : 4 * v + 4] for w in self.held] if self.held else self.weights([i])
+            scaled.append(self.math.normalised(vector, inverse, words, self.arguments.weight_bias))
+            if not self.math.quantize:
+                self._store(i, self.math.narrow(scaled[v]), live, outputs, multicast)
+        if self.math.quantize:
+            peaks = [tree([magnitude(y) for y in vector], largest) for vector in scaled]
+            scale, factor = scale_of(self.team.combine(tree(peaks, largest), largest, turn + 1))
+            for address in scales:
+                store(address, [scale.bitcast(Uint32)], when=live & (self.indices[0] == 0))
+            for i, vector in zip(self.indices, scaled, strict=True):
+                self._store(i, self.math.narrow(vector, factor), live, outputs, None)
+
+    def _store(self, index: Any, words: list[Any], live: Any, outputs: list[Any], multicast: Any) -> None:
+        if multicast is not None:
+            multimem_st(multicast + Int64(index) * VECTOR_BYTES, words, when=live & self.access.inside(index))
+            return
+        target = replace(self.access, itemsize=self.math.output_itemsize)
+        for output in outputs:
+            target.store(output, index, words, live)

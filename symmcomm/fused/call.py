@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from symmcomm.errors import ArgumentError, DTypeError
-from symmcomm.fused.rows import (
-    Rows,
-    check_input,
-    check_like,
-    check_vector,
-    check_written,
-    row_slice,
-    rows_of,
-)
+from symmcomm.fused.rows import Rows, check_input, check_like, check_written, pitch_of, row_slice, rows_of
 
 _NOTHING = Rows(0, 0, 0, 0)
 
@@ -28,41 +19,36 @@ def check_number(value: object, name: str) -> float:
     return float(value)
 
 
-@dataclass(slots=True)
+def check_vector(tensor: object, name: str, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Address of a contiguous vector of ``hidden`` elements."""
+    vector = check_like(tensor, name, (hidden,), dtype, device)
+    if not vector.is_contiguous():
+        raise ArgumentError(f"{name} must be contiguous, its stride is {vector.stride(0)}")
+    return vector.data_ptr()
+
+
 class Task:
-    """What a norm is to do, on any device. ``_NOTHING`` and 0 stand for what is absent.
+    """What a norm is to do, on any device. Addresses are those of the first row that a tensor has on this rank, pitches
+    bytes from row to row; 0 stands for what is absent.
 
     Attributes:
         dtype: of all but ``out`` and ``scales``.
         rows: of all ranks together.
         first: number of the first of this rank's own rows.
-        sharded: which of input, residual, new_residual and out hold this rank's own rows only.
-        weight, bias, scales: addresses. ``scales`` are sharded as ``out`` is.
+        sharded: which of input, residual (with new_residual) and out (with scales) hold this rank's own rows only.
     """
 
-    dtype: torch.dtype
-    rows: int
-    hidden: int
-    eps: float
-    weight_bias: float
-    input: Rows
-    residual: Rows = _NOTHING
-    new_residual: Rows = _NOTHING
-    out: Rows = _NOTHING
-    weight: int = 0
-    bias: int = 0
-    scales: int = 0
-    first: int = 0
-    sharded: frozenset[str] = frozenset()
+    input = input_pitch = residual = residual_pitch = new_residual = new_residual_pitch = out = out_pitch = 0
+    weight = bias = scales = first = 0
+    sharded: tuple[str, ...] = ()
 
-    def start(self, name: str) -> int:
-        """Address of row 0 of a field, whether or not this rank has it."""
-        rows: Rows = getattr(self, name)
-        return rows.address - self.first * rows.pitch if name in self.sharded else rows.address
+    def __init__(self, dtype: torch.dtype, rows: int, hidden: int, eps: float, weight_bias: float) -> None:
+        self.dtype, self.rows, self.hidden = dtype, rows, hidden
+        self.eps, self.weight_bias = eps, weight_bias
 
 
 class Call:
-    """One call's arguments. ``task`` is complete when all have been given and ``check_aliases`` has passed."""
+    """One call's arguments, given one after the other; then ``task`` is complete."""
 
     def __init__(
         self,
@@ -73,81 +59,82 @@ class Call:
         weight_bias: float,
     ) -> None:
         self.input = check_input(input, "input")
-        hidden, where = input.shape[-1], rows_of(input, "input")
+        self.shape, self.dtype, self.device = input.shape, input.dtype, input.device
+        hidden = self.shape[-1]
         eps, weight_bias = check_number(eps, "eps"), check_number(weight_bias, "weight_bias")
-        self.task = Task(input.dtype, where.num, hidden, eps, weight_bias, where)
-        self.written: dict[str, Rows] = {}
-        self.replaceable = {"input": where}
-        self.fixed: list[tuple[str, Rows]] = []
-        self.task.weight = self._vector(weight, "weight")
+        task = self.task = Task(self.dtype, input.numel() // hidden, hidden, eps, weight_bias)
+        task.input, task.input_pitch = input.data_ptr(), pitch_of(input, "input")
+        self.others: list[tuple[str, torch.Tensor]] = []  # besides the input, of the rows that a result may replace
+        self.results: list[tuple[str, torch.Tensor]] = []
+        self.vectors = [("weight", weight)]
+        task.weight = check_vector(weight, "weight", hidden, self.dtype, self.device)
         if bias is not None:
-            self.task.bias = self._vector(bias, "bias")
-
-    def _vector(self, tensor: torch.Tensor, name: str) -> int:
-        address = check_vector(tensor, name, self.input, self.task.hidden)
-        self.fixed.append((name, Rows(address, tensor.nbytes, tensor.nbytes, 1)))
-        return address
+            task.bias = check_vector(bias, "bias", hidden, self.dtype, self.device)
+            self.vectors.append(("bias", bias))
 
     def require_dense_input(self) -> None:
         """For calls in which peers see the input."""
         if not self.input.is_contiguous():
             raise ArgumentError(
-                f"input must be contiguous: shape {tuple(self.input.shape)} has strides {self.input.stride()}; "
+                f"input must be contiguous: shape {tuple(self.shape)} has strides {self.input.stride()}; "
                 "pass input.contiguous()"
             )
 
     def shard(self, rank: int, world_size: int, *names: str) -> torch.Size:
-        """Says which tensors are sharded by rows. Returns their shape."""
+        """Says what is sharded by rows. Returns the shape of a tensor that is."""
         mine = row_slice(self.task.rows, rank, world_size)
-        self.task.first, self.task.sharded = mine.start, frozenset(names)
-        return torch.Size((mine.stop - mine.start, self.task.hidden))
-
-    def take_part_of_input(self, num_rows: int) -> None:
-        """For calls in which peers read the other rows of this rank's input while the results are written."""
-        where, first = self.task.input, self.task.first
-        end, last = first + num_rows, self.task.rows
-        self.replaceable["input"] = where._replace(address=where.address + first * where.pitch, num=num_rows)
-        self.fixed.append(("input", where._replace(num=first)))
-        self.fixed.append(("input", where._replace(address=where.address + end * where.pitch, num=last - end)))
+        self.task.first, self.task.sharded, self.num_own = mine.start, names, mine.stop - mine.start
+        return torch.Size((self.num_own, self.task.hidden))
 
     def add_residual(self, residual: torch.Tensor | None, shape: torch.Size) -> None:
         """The residual, if there is one."""
         if residual is not None:
-            check_like(residual, "residual", shape, self.input, self.input.dtype)
-            self.task.residual = self.replaceable["residual"] = rows_of(residual, "residual")
+            check_like(residual, "residual", shape, self.dtype, self.device)
+            self.task.residual, self.task.residual_pitch = residual.data_ptr(), pitch_of(residual, "residual")
+            self.others.append(("residual", residual))
 
     def add_new_residual(self, new_residual: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
         """Where the new residual goes: the given tensor, or a new one."""
-        new_residual = self._result(new_residual, "new_residual", shape, self.input.dtype)
-        self.task.new_residual = rows_of(new_residual, "new_residual")
+        new_residual = self._result(new_residual, "new_residual", shape, self.dtype)
+        self.task.new_residual = new_residual.data_ptr()
+        self.task.new_residual_pitch = pitch_of(new_residual, "new_residual")
         return new_residual
 
     def add_out(self, out: torch.Tensor | None, shape: torch.Size, scales: torch.Tensor | None) -> torch.Tensor:
         """Where the normalised rows go, and their scales."""
-        dtype = self.input.dtype
+        dtype = self.dtype
         if scales is not None:
             dtype = torch.float8_e4m3fn
-            num = math.prod(shape[:-1])
-            check_like(scales, "scales", torch.Size((num,)), self.input, torch.float32)
+            check_like(scales, "scales", (math.prod(shape[:-1]),), torch.float32, self.device)
             if not scales.is_contiguous():
                 raise ArgumentError(f"scales must be contiguous, its stride is {scales.stride(0)}")
             self.task.scales = scales.data_ptr()
-            self.written["scales"] = Rows(self.task.scales, 4, 4, num)
+            self.results.append(("scales", scales.view(-1, 1)))
         out = self._result(out, "out", shape, dtype)
-        self.task.out = rows_of(out, "out")
+        self.task.out, self.task.out_pitch = out.data_ptr(), pitch_of(out, "out")
         return out
 
     def _result(self, given: torch.Tensor | None, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         if given is None:
-            return self.input.new_empty(shape, dtype=dtype)
-        check_like(given, name, shape, self.input, dtype)
-        self.written[name] = rows_of(given, name)
+            if shape is self.shape and dtype is self.dtype and self.input.is_contiguous():
+                return torch.empty_like(self.input)  # the cheaper call
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        self.results.append((name, check_like(given, name, shape, dtype, self.device)))
         return given
 
     def check_aliases(self) -> None:
         """Raises where a result would destroy what is still read."""
-        if self.written:
-            check_written(self.written, self.replaceable, self.fixed)
+        if not self.results:
+            return
+        where = rows_of(self.input, "input")
+        fixed = [(name, Rows(vector.data_ptr(), vector.nbytes, vector.nbytes, 1)) for name, vector in self.vectors]
+        if "out" in self.task.sharded:  # peers still read the other rows of this rank's input
+            first, end = self.task.first, self.task.first + self.num_own
+            fixed.append(("input", where._replace(num=first)))
+            fixed.append(("input", where._replace(address=where.address + end * where.pitch, num=where.num - end)))
+            where = where._replace(address=where.address + first * where.pitch, num=self.num_own)
+        replaceable = {"input": where} | {name: rows_of(tensor, name) for name, tensor in self.others}
+        check_written({name: rows_of(tensor, name) for name, tensor in self.results}, replaceable, fixed)
 
 
 class Heads:
@@ -168,14 +155,16 @@ class Heads:
     ) -> None:
         head_dim = tensor.shape[-1]
         self.name = name
-        address = check_vector(weight, f"{name}_weight", tensor, head_dim)
+        address = check_vector(weight, f"{name}_weight", head_dim, tensor.dtype, tensor.device)
         self.weight = Rows(address, weight.nbytes, weight.nbytes, 1)
         self.given = out is not None
         self.out = tensor.new_empty(tensor.shape) if out is None else out
-        check_like(self.out, f"{name}_out", tensor.shape, tensor, tensor.dtype)
+        check_like(self.out, f"{name}_out", tensor.shape, tensor.dtype, tensor.device)
         heads, self.tokens = _heads_of(tensor, name)
         out_heads, self.out_tokens = _heads_of(self.out, f"{name}_out")
-        self.task = Task(tensor.dtype, heads.num, head_dim, eps, weight_bias, heads, out=out_heads, weight=address)
+        self.task = Task(tensor.dtype, heads.num, head_dim, eps, weight_bias)
+        self.task.input, self.task.input_pitch = heads.address, heads.pitch
+        self.task.out, self.task.out_pitch, self.task.weight = out_heads.address, out_heads.pitch, address
 
     def check_aliases(self, other: Heads) -> None:
         """Raises where this output would destroy what the call still reads, or the other output."""

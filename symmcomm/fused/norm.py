@@ -75,7 +75,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """The normalised rows of ``input``, which may lie apart. No communication."""
     call = Call(input, weight, bias, eps, weight_bias)
-    out = call.add_out(out, input.shape, scales)
+    out = call.add_out(out, call.shape, scales)
     call.check_aliases()
     norm_cpu.norm_rows(call.task)
     return out
@@ -95,9 +95,9 @@ def add_rms_norm(
 ) -> Pair:
     """(normalised, new residual) of ``input + residual``, whose rows may lie apart. No communication."""
     call = Call(input, weight, bias, eps, weight_bias)
-    call.add_residual(residual, input.shape)
-    new_residual = call.add_new_residual(new_residual, input.shape)
-    out = call.add_out(out, input.shape, scales)
+    call.add_residual(residual, call.shape)
+    new_residual = call.add_new_residual(new_residual, call.shape)
+    out = call.add_out(out, call.shape, scales)
     call.check_aliases()
     norm_cpu.norm_rows(call.task)
     return out, new_residual
@@ -153,9 +153,9 @@ def all_reduce_rms_norm(
     """
     call = Call(input, weight, bias, eps, weight_bias)
     call.require_dense_input()
-    call.add_residual(residual, input.shape)
-    new_residual = call.add_new_residual(new_residual, input.shape)
-    out = call.add_out(out, input.shape, scales)
+    call.add_residual(residual, call.shape)
+    new_residual = call.add_new_residual(new_residual, call.shape)
+    out = call.add_out(out, call.shape, scales)
     _run(comm, call, Kind.all_reduce_rms_norm)
     return out, new_residual
 
@@ -187,10 +187,10 @@ def reduce_scatter_rms_norm_all_gather(
     _check_ctas(max_ctas)
     call = Call(input, weight, bias, eps, weight_bias)
     call.require_dense_input()
-    own = call.shard(comm.rank, comm.world_size, "residual", "new_residual")
+    own = call.shard(comm.rank, comm.world_size, "residual")
     call.add_residual(residual, own)
     new_residual = call.add_new_residual(new_residual, own)
-    out = call.add_out(out, input.shape, scales)
+    out = call.add_out(out, call.shape, scales)
     _run(comm, call, Kind.reduce_scatter_rms_norm_all_gather)
     return out, new_residual
 
@@ -219,8 +219,7 @@ def reduce_scatter_rms_norm(
     _check_ctas(max_ctas)
     call = Call(input, weight, bias, eps, weight_bias)
     call.require_dense_input()
-    own = call.shard(comm.rank, comm.world_size, "residual", "new_residual", "out")
-    call.take_part_of_input(own[0])
+    own = call.shard(comm.rank, comm.world_size, "residual", "out")
     call.add_residual(residual, own)
     new_residual = call.add_new_residual(new_residual, own)
     out = call.add_out(out, own, scales)
@@ -256,12 +255,12 @@ def rms_norm_all_gather(
     call = Call(input, weight, bias, eps, weight_bias)
     num = call.task.rows
     call.task.rows = num * comm.world_size if rows is None else _check_rows(rows)
-    own = call.shard(comm.rank, comm.world_size, "input", "residual", "new_residual")
+    own = call.shard(comm.rank, comm.world_size, "input", "residual")
     if own[0] != num:
         raise ArgumentError(f"input has {num} rows; of rows={rows} rank {comm.rank} has {own[0]}")
-    call.add_residual(residual, input.shape)
+    call.add_residual(residual, call.shape)
     if residual is not None:
-        new_residual = call.add_new_residual(new_residual, input.shape)
+        new_residual = call.add_new_residual(new_residual, call.shape)
     elif new_residual is not None:
         raise ArgumentError("new_residual is given, residual is not: the new residual is the input")
     out = call.add_out(out, torch.Size((call.task.rows, call.task.hidden)), scales)
@@ -309,7 +308,7 @@ def fused_rs_ln_ag_cta(
             f"offset={offset} is at {symm_mem_hdl.buffer_ptrs[rank] + offset}, the batch from byte {first} to "
             f"{first + world_size * x.nbytes} of {symm_mem_hdl.buffer_size}"
         )
-    check_like(residual, "residual", x.shape, x, x.dtype)
+    check_like(residual, "residual", x.shape, x.dtype, x.device)
     num, hidden = x.numel() // x.shape[-1], x.shape[-1]
     start = x.storage_offset() - rank * x.numel()
     batch = x.as_strided((world_size * num, hidden), (hidden, 1), start)

@@ -40,7 +40,8 @@ def _entries(dtype: torch.dtype, has_residual: bool, keeps: bool, scaled: bool, 
 
     own = DType[str(dtype).removeprefix("torch.")]
     parts = norm.WITH_RESIDUAL * has_residual | norm.KEEPS * keeps
-    return norm.add_entry(own, parts), norm.normalise_entry(own, DType.float8_e4m3fn if scaled else own, has_bias)
+    out_dtype = DType.float8_e4m3fn if scaled else own
+    return norm.add_entry(own, parts), norm.normalise_entry(own, out_dtype, has_bias, norm.keeps_exactly(own, parts))
 
 
 @cache
@@ -55,18 +56,24 @@ def _kernel(name: str, num_args: int) -> Entry:
 def _job(task: Task, call: int, form: int, groups: tuple[int, int, int]) -> int:
     """Address of the filled job; its fields are those of ``kernels.cpu.norm``, in their order. SOURCES is one word
     behind it; the collectives put their own there."""
-    keeps, scaled = task.new_residual.address != 0, task.scales != 0
-    add, normalise = _entries(task.dtype, task.residual.address != 0, keeps, scaled, task.bias != 0)
-    itemsize, scratch = task.dtype.itemsize, _scratch
+    scratch, itemsize, first, sharded = _scratch, task.dtype.itemsize, task.first, task.sharded
+    add, normalise = _entries(task.dtype, task.residual != 0, task.new_residual != 0, task.scales != 0, task.bias != 0)
     tile = scratch.job + 8 * _JOB_WORDS
-    skipped = 4 * task.first if scaled and "out" in task.sharded else 0
+    source, residual, kept, out, scales = task.input, task.residual, task.new_residual, task.out, task.scales
+    if "input" in sharded:
+        source -= first * task.input_pitch
+    if "residual" in sharded:
+        residual -= first * task.residual_pitch
+        kept -= first * task.new_residual_pitch
+    if "out" in sharded:
+        out -= first * task.out_pitch
+        scales -= 4 * first if scales else 0
     _JOB.pack_into(
         scratch.memory, 0,
-        call, add, normalise, itemsize, task.rows, task.hidden,
-        task.start("input"), task.input.pitch, task.start("residual"), task.residual.pitch,
-        task.start("new_residual"), task.new_residual.pitch,
-        task.start("out"), task.out.pitch, 1 if scaled else itemsize, task.scales - skipped,
-        task.weight, task.bias, tile - 8, tile, task.eps, task.weight_bias, *groups, form,
+        call, add, normalise, itemsize, task.rows, task.hidden, source, task.input_pitch,
+        residual, task.residual_pitch, kept, task.new_residual_pitch, out, task.out_pitch,
+        1 if task.scales else itemsize, scales, task.weight, task.bias, tile - 8, tile,
+        task.eps, task.weight_bias, *groups, form,
     )  # fmt: skip
     return scratch.job
 

@@ -25,52 +25,46 @@ class Rows(NamedTuple):
 
 def check_input(tensor: object, name: str) -> torch.Tensor:
     """Raises unless it is a tensor of a supported dtype whose last dimension, that of its rows, has a fit size."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-        kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ArgumentError(f"{name} must be a dense torch.Tensor, got {kind}")
+    _check_strided(tensor, name)
+    assert isinstance(tensor, torch.Tensor)
     if tensor.dtype not in DTYPES:
         raise DTypeError(f"{name} has dtype {tensor.dtype}; supported are {', '.join(map(str, DTYPES))}")
     if tensor.dim() == 0 or not 1 <= tensor.shape[-1] <= MAX_HIDDEN:
         raise ArgumentError(f"{name} has shape {tuple(tensor.shape)}; its last dimension must be 1 to {MAX_HIDDEN}")
-    if tensor.is_neg():
-        raise ArgumentError(f"{name} is a lazy negative view; pass {name}.resolve_neg()")
     return tensor
 
 
-def check_like(tensor: object, name: str, shape: torch.Size, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Raises unless it is a tensor of this shape and dtype on the device of ``like``, which is called input."""
+def _check_strided(tensor: object, name: str) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ArgumentError(f"{name} must be a dense torch.Tensor, got {kind}")
-    if tensor.dtype is not dtype:
-        raise DTypeError(f"{name} has dtype {tensor.dtype}, expected {dtype} beside an input of {like.dtype}")
-    if tensor.shape != shape:
-        raise ArgumentError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
-    if tensor.device != like.device:
-        raise ArgumentError(f"{name} is on device {tensor.device}, input on {like.device}")
     if tensor.is_neg():
         raise ArgumentError(f"{name} is a lazy negative view; pass {name}.resolve_neg()")
+
+
+def check_like(
+    tensor: object, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Raises unless it is a tensor of this shape and dtype on this device, which are those of a good input."""
+    _check_strided(tensor, name)
+    assert isinstance(tensor, torch.Tensor)
+    if tensor.dtype is not dtype:
+        raise DTypeError(f"{name} has dtype {tensor.dtype}, expected {dtype}")
+    if tensor.shape != shape:
+        raise ArgumentError(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+    if tensor.device != device:
+        raise ArgumentError(f"{name} is on device {tensor.device}, input on {device}")
     return tensor
 
 
-def check_vector(tensor: object, name: str, like: torch.Tensor, hidden: int) -> int:
-    """Address of a contiguous vector of ``hidden`` elements with the dtype and device of ``like``."""
-    vector = check_like(tensor, name, torch.Size((hidden,)), like, like.dtype)
-    if not vector.is_contiguous():
-        raise ArgumentError(f"{name} must be contiguous, its stride is {vector.stride(0)}")
-    return vector.data_ptr()
-
-
-def rows_of(tensor: torch.Tensor, name: str) -> Rows:
-    """The tensor's rows: all dimensions but the last, which must lie at one distance from each other.
+def pitch_of(tensor: torch.Tensor, name: str) -> int:
+    """Bytes from row to row. Rows are all dimensions but the last.
 
     Raises:
-        ArgumentError: they do not, or there are gaps within a row.
+        ArgumentError: they do not lie at one distance, or there are gaps within a row.
     """
-    row_bytes = tensor.shape[-1] * tensor.itemsize
-    num = tensor.numel() // tensor.shape[-1]
     if tensor.is_contiguous():
-        return Rows(tensor.data_ptr(), row_bytes, row_bytes, num)
+        return tensor.shape[-1] * tensor.itemsize
     sizes = [(n, stride) for n, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if n != 1]
     even = all(outer == n * inner for (_, outer), (n, inner) in pairwise(sizes))
     if (tensor.shape[-1] > 1 and tensor.stride(-1) != 1) or not even:
@@ -78,7 +72,13 @@ def rows_of(tensor: torch.Tensor, name: str) -> Rows:
             f"{name} must have dense rows at one distance: shape {tuple(tensor.shape)} has strides {tensor.stride()}; "
             f"pass {name}.contiguous()"
         )
-    return Rows(tensor.data_ptr(), sizes[-1][1] * tensor.itemsize if sizes else row_bytes, row_bytes, num)
+    return (sizes[-1][1] if sizes else tensor.shape[-1]) * tensor.itemsize
+
+
+def rows_of(tensor: torch.Tensor, name: str) -> Rows:
+    """The tensor's rows; see ``pitch_of``."""
+    hidden = tensor.shape[-1]
+    return Rows(tensor.data_ptr(), pitch_of(tensor, name), hidden * tensor.itemsize, tensor.numel() // hidden)
 
 
 def overlap(one: Rows, other: Rows) -> bool:

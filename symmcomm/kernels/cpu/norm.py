@@ -9,7 +9,8 @@ t leaves one rounding to the dtype where the separate calls have three, so for 1
 As float8_e4m3fn the row is divided by a scale of its own, max |out| / 448 (1 for a row of zeros), before it is rounded.
 
 ``add`` takes any piece of a row, from wherever its sources are, and appends t to a row of float32 that stays in the
-first- or second-level cache; ``normalise`` runs once the row is whole. So the bits do not depend on how the
+first- or second-level cache (for float32 the new residual's, where one is kept: it is t); ``normalise`` runs once the
+row is whole. So the bits do not depend on how the
 data came, and a row may be larger than a staging slot.
 
 Both find their addresses in a **job**, a block of 64-bit fields, one a call. Rows are numbered over all ranks;
@@ -58,10 +59,16 @@ _SUM = int(Op.sum)
 _FLOAT32, _FLOAT64 = int(DType.float32), int(DType.float64)
 
 
+def keeps_exactly(dtype: DType, parts: int) -> bool:
+    """Whether the new residual is t, so that no other row of float32 is needed."""
+    return dtype is DType.float32 and bool(parts & KEEPS)
+
+
 def build_add(dtype: int, itemsize: int, parts: int, cached: bool = True) -> Any:
     """Compiles ``add(job, num, row, column, count) -> 0``: ``count`` elements of a row from ``column`` on, the sum of
     the ``num`` (≥ 1) sources at the job's SOURCES, each the address of the element at ``column``."""
     has_residual, keeps = bool(parts & WITH_RESIDUAL), bool(parts & KEEPS)
+    has_tile = not keeps_exactly(DType(dtype), parts)
 
     @njit
     def finish(value, i, tile, kept, residual):  # type: ignore[no-untyped-def]
@@ -70,7 +77,8 @@ def build_add(dtype: int, itemsize: int, parts: int, cached: bool = True) -> Any
         if has_residual:
             exact = combine(exact, load(residual, i, dtype, _SUM), dtype, _SUM)
             stored = combine(stored, load(residual, i, dtype, _SUM), dtype, _SUM)
-        store_accumulator(tile, i, exact, dtype, _SUM)
+        if has_tile:
+            store_accumulator(tile, i, exact, dtype, _SUM)
         if keeps:
             store(kept, i, stored, dtype, _SUM)
 
@@ -111,8 +119,9 @@ def build_add(dtype: int, itemsize: int, parts: int, cached: bool = True) -> Any
     return add
 
 
-def build_normalise(dtype: int, out_dtype: int, has_bias: bool, cached: bool = True) -> Any:
-    """Compiles ``normalise(job, row) -> 0``: the tile's row into the output, as ``out_dtype``."""
+def build_normalise(dtype: int, out_dtype: int, has_bias: bool, from_kept: bool, cached: bool = True) -> Any:
+    """Compiles ``normalise(job, row) -> 0``: the row of float32 (``from_kept``: the new residual) into the output, as
+    ``out_dtype``."""
     scaled = out_dtype == DType.float8_e4m3fn
 
     real = np.float64 if dtype == DType.float32 else np.float32  # of the last products: one rounding for float32 too
@@ -128,6 +137,8 @@ def build_normalise(dtype: int, out_dtype: int, has_bias: bool, cached: bool = T
     @cfunc(types.int64(types.int64, types.int64), cache=cached)
     def normalise(job, row):  # type: ignore[no-untyped-def]
         hidden, tile, weight = load_i64(job + 8 * HIDDEN), load_i64(job + 8 * TILE), load_i64(job + 8 * WEIGHT)
+        if from_kept:
+            tile = load_i64(job + 8 * KEPT) + row * load_i64(job + 8 * KEPT_PITCH)
         out, bias = load_i64(job + 8 * OUT) + row * load_i64(job + 8 * OUT_PITCH), load_i64(job + 8 * BIAS)
         weight_bias = real(load(job, WEIGHT_BIAS, _FLOAT64, _SUM))
         total = np.float32(0.0)
@@ -157,9 +168,9 @@ def add_entry(dtype: DType, parts: int) -> int:
 
 
 @cache
-def normalise_entry(dtype: DType, out_dtype: DType, has_bias: bool) -> int:
+def normalise_entry(dtype: DType, out_dtype: DType, has_bias: bool, from_kept: bool) -> int:
     """Address of the compiled ``normalise``; it lives as long as the process."""
-    return _address(compile_once(lambda: build_normalise(int(dtype), int(out_dtype), has_bias)))
+    return _address(compile_once(lambda: build_normalise(int(dtype), int(out_dtype), has_bias, from_kept)))
 
 
 def _address(function: Any) -> int:

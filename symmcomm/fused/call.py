@@ -12,11 +12,16 @@ from symmcomm.fused.rows import Rows, check_input, check_like, check_written, pi
 _NOTHING = Rows(0, 0, 0, 0)
 
 
-def check_number(value: object, name: str) -> float:
-    """Raises ArgumentError unless the value is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ArgumentError(f"{name}={value!r} is no finite number")
-    return float(value)
+def check_numbers(eps: object, weight_bias: object) -> tuple[float, float]:
+    """Raises ArgumentError unless both are finite numbers, and ``eps`` is not negative."""
+    for name, value in (("eps", eps), ("weight_bias", weight_bias)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ArgumentError(f"{name}={value!r} is no finite number")
+    assert isinstance(eps, int | float)
+    assert isinstance(weight_bias, int | float)
+    if eps < 0:
+        raise ArgumentError(f"eps={eps} is negative")
+    return float(eps), float(weight_bias)
 
 
 def check_vector(tensor: object, name: str, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -34,12 +39,14 @@ class Task:
     Attributes:
         dtype: of all but ``out`` and ``scales``.
         rows: of all ranks together.
+        scaled: whether there are scales; a rank without rows may have no address of any.
         first: number of the first of this rank's own rows.
         sharded: which of input, residual (with new_residual) and out (with scales) hold this rank's own rows only.
     """
 
     input = input_pitch = residual = residual_pitch = new_residual = new_residual_pitch = out = out_pitch = 0
     weight = bias = scales = first = 0
+    scaled = False
     sharded: tuple[str, ...] = ()
 
     def __init__(self, dtype: torch.dtype, rows: int, hidden: int, eps: float, weight_bias: float) -> None:
@@ -61,8 +68,7 @@ class Call:
         self.input = check_input(input, "input")
         self.shape, self.dtype, self.device = input.shape, input.dtype, input.device
         hidden = self.shape[-1]
-        eps, weight_bias = check_number(eps, "eps"), check_number(weight_bias, "weight_bias")
-        task = self.task = Task(self.dtype, input.numel() // hidden, hidden, eps, weight_bias)
+        task = self.task = Task(self.dtype, input.numel() // hidden, hidden, *check_numbers(eps, weight_bias))
         task.input, task.input_pitch = input.data_ptr(), pitch_of(input, "input")
         self.others: list[tuple[str, torch.Tensor]] = []  # besides the input, of the rows that a result may replace
         self.results: list[tuple[str, torch.Tensor]] = []
@@ -108,7 +114,7 @@ class Call:
             check_like(scales, "scales", (math.prod(shape[:-1]),), torch.float32, self.device)
             if not scales.is_contiguous():
                 raise ArgumentError(f"scales must be contiguous, its stride is {scales.stride(0)}")
-            self.task.scales = scales.data_ptr()
+            self.task.scales, self.task.scaled = scales.data_ptr(), True
             self.results.append(("scales", scales.view(-1, 1)))
         out = self._result(out, "out", shape, dtype)
         self.task.out, self.task.out_pitch = out.data_ptr(), pitch_of(out, "out")
@@ -129,9 +135,9 @@ class Call:
         where = rows_of(self.input, "input")
         fixed = [(name, Rows(vector.data_ptr(), vector.nbytes, vector.nbytes, 1)) for name, vector in self.vectors]
         if "out" in self.task.sharded:  # peers still read the other rows of this rank's input
-            first, end = self.task.first, self.task.first + self.num_own
-            fixed.append(("input", where._replace(num=first)))
-            fixed.append(("input", where._replace(address=where.address + end * where.pitch, num=where.num - end)))
+            first, end, name = self.task.first, self.task.first + self.num_own, "the peers' rows of input"
+            fixed.append((name, where._replace(num=first)))
+            fixed.append((name, where._replace(address=where.address + end * where.pitch, num=where.num - end)))
             where = where._replace(address=where.address + first * where.pitch, num=self.num_own)
         replaceable = {"input": where} | {name: rows_of(tensor, name) for name, tensor in self.others}
         check_written({name: rows_of(tensor, name) for name, tensor in self.results}, replaceable, fixed)

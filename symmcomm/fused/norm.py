@@ -37,7 +37,7 @@ from symmcomm.collectives.arguments import check_whole
 from symmcomm.collectives.call import Kind, encode_norm
 from symmcomm.errors import ArgumentError
 from symmcomm.fused import norm_cpu
-from symmcomm.fused.call import Call, Heads, check_number, check_same
+from symmcomm.fused.call import Call, Heads, check_numbers, check_same
 from symmcomm.fused.rows import check_input, check_like
 from symmcomm.memory.handle import SymmetricHandle
 
@@ -59,7 +59,7 @@ _FORMS = (
 def _run(comm: Communicator, call: Call, kind: Kind) -> None:
     call.check_aliases()
     task = call.task
-    word = encode_norm(kind, task.dtype, task.hidden, task.scales != 0)
+    word = encode_norm(kind, task.dtype, task.hidden, task.scaled)
     norm_cpu.fused_norm(comm, task, word, _FORMS.index(kind))
 
 
@@ -122,7 +122,7 @@ def qk_norm(
         q_out, k_out: like ``q`` and ``k``, which they may be; by default new tensors.
     """
     check_same(check_input(k, "k"), "k", check_input(q, "q"), "q")
-    eps, weight_bias = check_number(eps, "eps"), check_number(weight_bias, "weight_bias")
+    eps, weight_bias = check_numbers(eps, weight_bias)
     one = Heads("q", q, q_weight, q_out, eps, weight_bias)
     other = Heads("k", k, k_weight, k_out, eps, weight_bias)
     one.check_aliases(other)

@@ -57,7 +57,7 @@ def _job(task: Task, call: int, form: int, groups: tuple[int, int, int]) -> int:
     """Address of the filled job; its fields are those of ``kernels.cpu.norm``, in their order. SOURCES is one word
     behind it; the collectives put their own there."""
     scratch, itemsize, first, sharded = _scratch, task.dtype.itemsize, task.first, task.sharded
-    add, normalise = _entries(task.dtype, task.residual != 0, task.new_residual != 0, task.scales != 0, task.bias != 0)
+    add, normalise = _entries(task.dtype, task.residual != 0, task.new_residual != 0, task.scaled, task.bias != 0)
     tile = scratch.job + 8 * _JOB_WORDS
     source, residual, kept, out, scales = task.input, task.residual, task.new_residual, task.out, task.scales
     if "input" in sharded:
@@ -72,7 +72,7 @@ def _job(task: Task, call: int, form: int, groups: tuple[int, int, int]) -> int:
         scratch.memory, 0,
         call, add, normalise, itemsize, task.rows, task.hidden, source, task.input_pitch,
         residual, task.residual_pitch, kept, task.new_residual_pitch, out, task.out_pitch,
-        1 if task.scales else itemsize, scales, task.weight, task.bias, tile - 8, tile,
+        1 if task.scaled else itemsize, scales, task.weight, task.bias, tile - 8, tile,
         task.eps, task.weight_bias, *groups, form,
     )  # fmt: skip
     return scratch.job

@@ -1,12 +1,12 @@
 """Norms on GPUs, alone and fused with collectives, beside NCCL and torch, in one run; a table, and JSON to $OUT.
 
     PYTHONPATH=. python scripts/gpu_norm.py            two processes, one GPU each
-    PYTHONPATH=. python scripts/gpu_norm.py --sweep    our kernels in many shapes, to set schedule/select_norm.py by
 
 bf16, hidden size 8192 unless ``--hidden`` says otherwise; the protocol is that of ``gpu_bench.py``. ``--parts``:
 
     fused    all-reduce, add, RMSNorm by one kernel, beside NCCL's all-reduce followed by torch.compile'd add and norm,
-             and beside our all-reduce alone; and TokenWeave's form with few CTAs
+             flashinfer's kernel, and our all-reduce alone; and TokenWeave's form with few CTAs
+    sweep    our kernels in many shapes, to set schedule/select_norm.py by (not unless asked for)
     norm     RMSNorm beside a copy of the same bytes; QK-norm beside two RMSNorms
     pdl      matrix product, fused norm, matrix product: with and without programmatic dependent launch
     overlap  two halves of a batch: one in a matrix product, the other in the fused kernel on few CTAs
@@ -33,6 +33,7 @@ from gpu_cases import Call, Rank, capability, chosen, ours
 from gpu_norm_cases import (
     BF16,
     Case,
+    FlashInfer,
     Problem,
     direct,
     fused,
@@ -49,7 +50,7 @@ from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.select_norm import RowLaunch
 
 TOKENS = (1, 16, 64, 128, 512, 1024, 8192)
-SWEEP_TOKENS = (1, 16, 32, 64, 128, 1024, 8192)
+SWEEP_TOKENS = (1, 16, 32, 64, 128, 1024)
 CTAS = (8, 16, 32, 64)
 PARTS = ("norm", "fused", "pdl", "overlap")
 
@@ -85,7 +86,11 @@ def chosen_shape(tokens: int, hidden: int, rank: Rank) -> RowLaunch:
 
 def fused_table(rank: Rank, hidden: int, rounds: int, refused: dict[str, str], eager: bool) -> list[dict[str, Any]]:
     """Fused beside separate, by tokens."""
-    rows = []
+    rows, theirs = [], None
+    try:
+        theirs = FlashInfer(rank, 1024, hidden)
+    except Exception as error:  # whatever it is: the others are measured
+        refused["flashinfer"] = f"{type(error).__name__}: {error}"[:300]
     for tokens in TOKENS:
         problem, num_bytes = Problem(rank, tokens, hidden), tokens * hidden * 2
         shape, part = chosen_shape(tokens, hidden, rank), select_norm.part_rows(tokens, rank.world_size)
@@ -98,6 +103,11 @@ def fused_table(rank: Rank, hidden: int, rounds: int, refused: dict[str, str], e
             "nccl": partial(separate, problem, not eager),
             "reduce_scatter_norm": partial(fused, problem, scattered, scatter=True),
         }
+        if theirs is not None and tokens <= theirs.most_tokens:
+            for oneshot in (True, False) if tokens > rank.world_size else (True,):
+                for pdl in (False, True):
+                    name = f"flashinfer {'one' if oneshot else 'two'}-shot{' pdl' * pdl}"
+                    makers[name] = partial(theirs.case, problem, oneshot, pdl)
         for ctas in CTAS if tokens >= 128 else ():
             few = select_norm.direct_shape(part, hidden, DType.bfloat16, num_sms(), ctas)
             makers[f"weave_{ctas}"] = partial(direct, problem, few, False)
@@ -283,18 +293,18 @@ def run(index: int, world_size: int, port: int, arguments: argparse.Namespace) -
     report: dict[str, Any] = {"hidden": arguments.hidden, "refused": refused, "eager": arguments.eager}
     rounds = arguments.rounds
     for part in arguments.parts:
-        if part == "fused" and arguments.sweep:
-            report["sweep"] = sweep(rank, arguments.hidden, rounds, refused)
+        if part == "sweep":
+            report["sweep"] = sweep(rank, arguments.hidden, max(3, rounds // 3), refused)
         elif part == "fused":
             report["fused"] = fused_table(rank, arguments.hidden, rounds, refused, arguments.eager)
         elif part == "norm":
-            report["norm"] = norm_table(rank, rounds, arguments.sweep)
+            report["norm"] = norm_table(rank, rounds, "sweep" in arguments.parts)
         elif part == "pdl":
             report["pdl"] = pdl_table(rank, rounds)
         else:
             report["overlap"] = overlap_table(rank, rounds)
         if index == 0:
-            write(report, arguments, world_size)
+            write(report, world_size)
     if refused:
         say("not timed:", json.dumps(refused, indent=1))
     torch.cuda.synchronize()
@@ -304,12 +314,11 @@ def run(index: int, world_size: int, port: int, arguments: argparse.Namespace) -
     dist.destroy_process_group()
 
 
-def write(report: dict[str, Any], arguments: argparse.Namespace, world_size: int) -> None:
+def write(report: dict[str, Any], world_size: int) -> None:
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": torch.cuda.nccl.version()}
     report["machine"] = {"gpu": torch.cuda.get_device_name(), "world_size": world_size} | versions
     directory = Path(os.environ.get("OUT", "."))
-    name = f"gpu_norm_{'sweep' if arguments.sweep else 'bench'}.json"
-    (directory / name).write_text(json.dumps(report, indent=1))
+    (directory / "gpu_norm.json").write_text(json.dumps(report, indent=1))
 
 
 def main() -> None:
@@ -318,7 +327,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
-    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--eager", action="store_true", help="the separate norm without torch.compile")
     arguments = parser.parse_args()
     if torch.cuda.device_count() < arguments.world_size:

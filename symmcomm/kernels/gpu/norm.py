@@ -153,7 +153,8 @@ class QKNorm:
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
-        return (QKNormArguments(*[Int64(0)] * 14, *[Int32(0)] * 3, *[Float32(0.0)] * 2), Int32(1))
+        zeros: list[Any] = [Int64(0)] * 14 + [Int32(0)] * 3 + [Float32(0.0)] * 2
+        return (QKNormArguments(*zeros), Int32(1))
 
     @cute.jit
     def __call__(self, tensors: QKNormArguments, grid: Int32, stream: cuda.CUstream) -> None:

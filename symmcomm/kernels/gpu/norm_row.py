@@ -58,7 +58,8 @@ class NormArguments(NamedTuple):
 
 def placeholders() -> NormArguments:
     """For ``compile``."""
-    return NormArguments(*[Int64(0)] * 11, Int32(0), Int32(0), Float32(0.0), Float32(0.0))
+    zeros: list[Any] = [Int64(0)] * 11 + [Int32(0)] * 2 + [Float32(0.0)] * 2
+    return NormArguments(*zeros)
 
 
 @dataclass(frozen=True, kw_only=True)

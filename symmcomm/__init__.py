@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from symmcomm.errors import BootstrapError as BootstrapError
     from symmcomm.errors import ClosedError as ClosedError
     from symmcomm.errors import ConcurrentCallError as ConcurrentCallError
+    from symmcomm.errors import CudaError as CudaError
+    from symmcomm.errors import DeviceError as DeviceError
     from symmcomm.errors import DTypeError as DTypeError
     from symmcomm.errors import ExchangeError as ExchangeError
     from symmcomm.errors import HostMismatchError as HostMismatchError
@@ -44,7 +46,9 @@ __all__ = [
     "ClosedError",
     "Communicator",
     "ConcurrentCallError",
+    "CudaError",
     "DTypeError",
+    "DeviceError",
     "ExchangeError",
     "HostMismatchError",
     "MismatchError",

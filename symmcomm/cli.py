@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from symmcomm import doctor as doctors
+from symmcomm.bench import tune as tuning
 from symmcomm.bench.case import Case, Collective, cases
 from symmcomm.bench.implementations import OWN
 from symmcomm.bench.machine import usable_cores
@@ -25,7 +27,7 @@ from symmcomm.bench.report import Report, figure, refusals, table
 from symmcomm.bench.run import PEERS, joined, new_report, parse_peers, present, run, start_teams
 from symmcomm.bench.team import Team
 from symmcomm.bench.timing import Measurement, num_steps
-from symmcomm.env import Launch, parse_bytes
+from symmcomm.env import Launch, Settings, parse_bytes
 from symmcomm.errors import ArgumentError, SymmCommError
 from symmcomm.schedule.dtypes import DType, Op, supports
 
@@ -277,6 +279,32 @@ def doctor(
         for part in doctors.tables(diagnosis):
             console.print(part)
     raise typer.Exit(0 if diagnosis.healthy else 1)
+
+
+@app.command()
+def tune(
+    nproc: Nproc = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", parser=_checked(_parse_output), help="The table.")
+    ] = None,
+) -> None:
+    """Measures at which sizes GPU kernels change best, and writes the table that later runs read (SYMMCOMM_TUNING).
+
+    Starts a rank a GPU by torchrun, or joins the ranks of a launcher.
+    """
+    launch = Launch.from_env()
+    if joined(launch) is None:
+        script = ["-m", "symmcomm", "tune", *(["--output", str(output)] if output else [])]
+        ranks = ["--standalone", "--nproc-per-node", str(nproc) if nproc else "gpu"]
+        raise typer.Exit(subprocess.run([sys.executable, "-m", "torch.distributed.run", *ranks, *script]).returncode)
+    settings = Settings.from_env()
+    path = output or Path(settings.tuning).expanduser()
+    comm = tuning.join(launch, settings)
+    thresholds = tuning.tune(comm, print if comm.rank == 0 else lambda _: None)
+    tuning.write(comm, thresholds, path)
+    if comm.rank == 0:
+        print(f"{comm.gpu_side.world}\n{thresholds}\nwritten to {path}")
+    comm.close()
 
 
 def main() -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import numpy as np
 import torch
@@ -22,25 +21,30 @@ from symmcomm.bootstrap.host import check_same_host
 from symmcomm.collectives.all_gather import all_gather_bytes, all_gather_into_tensor, broadcast, gather
 from symmcomm.collectives.all_reduce import all_reduce, reduce
 from symmcomm.collectives.all_to_all import all_to_all_single, scatter
-from symmcomm.collectives.arguments import check_dense, check_tensor, check_whole
+from symmcomm.collectives.arguments import check_whole
 from symmcomm.collectives.barrier import barrier
 from symmcomm.collectives.lists import all_gather, all_to_all
 from symmcomm.collectives.mismatch import explain
 from symmcomm.collectives.point_to_point import recv, send
 from symmcomm.collectives.reduce_scatter import reduce_scatter_tensor
+from symmcomm.collectives.signals import swap_barrier, swap_signal
+from symmcomm.collectives.symmetric import empty, free, is_symmetric, locate, pool, register, rendezvous
 from symmcomm.env import Settings
-from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, DTypeError, MismatchError
+from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, MismatchError
 from symmcomm.kernels import cpu
 from symmcomm.kernels.compile import compile_once
 from symmcomm.kernels.cpu import context as c
 from symmcomm.memory.exchange import DescriptorExchange
-from symmcomm.memory.handle import SymmetricHandle
 from symmcomm.memory.heap import SymmetricHeap
 from symmcomm.memory.private import agree_on_reading
 from symmcomm.memory.signals import ControlLayout
 from symmcomm.memory.status import Fate, Report, StatusPage
 from symmcomm.schedule.select import choose
+from symmcomm.schedule.topology_gpu import GpuFacts
 from symmcomm.watch import Watch
+
+if TYPE_CHECKING:
+    from symmcomm.collectives.gpu import GpuCollectives
 
 _CONCURRENT = "another thread is in a call on this communicator: give each thread its own by split()"
 _VERSION = 1  # of the layout and the protocols in shared memory; ranks must agree
@@ -52,11 +56,14 @@ class Communicator:
 
     Attributes:
         rank, world_size: of this process.
+        gpu: the GPU side, if the communicator was made for a device; calls on GPU tensors go there.
         settings: the SYMMCOMM_* variables in force.
         num_cores: cores that the ranks share; with fewer than ranks, waiting ranks yield early.
         single_copy: whether ranks may read each other's ordinary tensors (``memory.private``).
         bootstrap_name: how the ranks found each other.
     """
+
+    device = torch.device("cpu")
 
     barrier = barrier
     all_reduce = all_reduce
@@ -72,6 +79,15 @@ class Communicator:
     scatter = scatter
     send = send
     recv = recv
+    empty = empty
+    free = free
+    is_symmetric = is_symmetric
+    rendezvous = rendezvous
+    register = register
+    pool = pool
+    locate = locate
+    swap_barrier = swap_barrier
+    swap_signal = swap_signal
 
     def __init__(
         self,
@@ -97,6 +113,8 @@ class Communicator:
         exchange = DescriptorExchange(rank, world_size, all_gather, settings.timeout_s)
         self.heap = SymmetricHeap(rank, world_size, self.layout.end, settings.heap_max_bytes, exchange)
         self.heap_address, self.heap_bytes = self.heap.own_address, self.heap.stride
+        self.signal_pad = self.layout.signal_pad
+        self.gpu: GpuCollectives | None = None
         self._failure: BaseException | None = None
         self._tables = threading.Lock()
         self._pages = [
@@ -111,16 +129,9 @@ class Communicator:
         """Lays out the fields and scratch tables that kernels read (``kernels.cpu.context``)."""
         layout, world_size = self.layout, self.world_size
         tables = (
-            c.PIDS,
-            c.ADDRESSES,
-            c.SOURCES,
-            c.TARGETS,
-            c.CHUNKS_SENT,
-            c.CHUNKS_TAKEN,
-            c.EXPECTED,
-            c.INCOMING,
+            c.PIDS, c.ADDRESSES, c.SOURCES, c.TARGETS, c.CHUNKS_SENT, c.CHUNKS_TAKEN, c.EXPECTED, c.INCOMING,
             c.OUTGOING,
-        )
+        )  # fmt: skip
         sizes = [2 * world_size if table in (c.INCOMING, c.OUTGOING) else world_size for table in tables]
         context = np.zeros(c.NUM_FIELDS + c.TILE_ELEMENTS + sum(sizes), dtype=np.int64)
         self._context, self.ctx = context, context.ctypes.data
@@ -144,66 +155,6 @@ class Communicator:
         }  # fmt: skip
         context[list(fields)] = list(fields.values())
 
-    # Symmetric memory.
-
-    def empty(self, *size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Collective. A symmetric tensor: at the same offset of every rank's heap, uninitialised.
-
-        Peers reach it in place, so collectives on it copy nothing. It lives until ``free`` or, as memory of this
-        process, as long as the tensor; dropping the tensor alone does not return it to the heap.
-
-        Raises:
-            MismatchError: ranks ask for different sizes or dtypes. OutOfSymmetricMemoryError: no room.
-        """
-        entries = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        shape = tuple(n for n in entries if isinstance(n, int) and n >= 0)
-        if len(shape) != len(entries):
-            raise ArgumentError(f"size={tuple(entries)} has an entry that is no non-negative whole number")
-        if not isinstance(dtype, torch.dtype):
-            raise DTypeError(f"dtype={dtype!r} is no torch.dtype")
-        self.check_open()
-        count = math.prod(shape)
-        num_bytes = max(count * dtype.itemsize, 1)
-        offset = self.heap.allocate(
-            num_bytes, f"empty({', '.join(map(str, shape))}, dtype={dtype})", self.all_gather_bytes
-        )
-        raw = torch.frombuffer(self.heap.buffer(self.rank, offset, num_bytes), dtype=torch.uint8)
-        return raw[: count * dtype.itemsize].view(dtype).view(shape)
-
-    def free(self, tensor: torch.Tensor) -> None:
-        """Collective. Returns a symmetric tensor's memory to the heap; the tensor must not be used any more."""
-        self.check_open()
-        check_dense(tensor, "tensor")
-        offset = self.heap.offset_of(tensor.untyped_storage().data_ptr(), 0)
-        if offset < 0:
-            raise ArgumentError("tensor is not symmetric: it does not come from empty() of this communicator")
-        self.heap.free(offset, f"free(offset {offset})", self.all_gather_bytes)
-
-    def is_symmetric(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's data lie in this communicator's heap."""
-        return self.locate(tensor)[1] >= 0
-
-    def rendezvous(self, tensor: torch.Tensor) -> SymmetricHandle:
-        """Collective. The handle through which this rank reaches all ranks' copies of a symmetric tensor."""
-        self.check_open()
-        check_tensor(tensor, "tensor")
-        _, offset = self.locate(tensor)
-        if offset < 0:
-            raise ArgumentError("tensor is not symmetric: it does not come from empty() of this communicator")
-        offers = [int(answer) for answer in self.all_gather_bytes(str(offset).encode())]
-        for peer, other in enumerate(offers):
-            if other != offset:
-                raise MismatchError(
-                    f"rendezvous: the tensor is at heap offset {offset} on rank {self.rank}, at {other} on rank {peer}"
-                )
-        return SymmetricHandle(self, offset, tensor.nbytes)
-
-    def locate(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """(address, heap offset or -1) of a tensor's data."""
-        address = tensor.data_ptr()
-        offset = address - self.heap_address
-        return address, offset if 0 <= offset < self.heap_bytes else -1
-
     # Life.
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -224,9 +175,38 @@ class Communicator:
             return [everybody[peer] for peer in members]
 
         name = f"split of {self.world_size} ranks"
-        return Communicator(
+        child = Communicator(
             members.index(self.rank), len(members), all_gather, self.settings, self.num_cores, self.single_copy, name
         )
+        if self.gpu is not None:
+            child.take_gpu(self.gpu.device, [self.gpu.facts[peer] for peer in members])
+        return child
+
+    # The GPU side.
+
+    def take_gpu(self, device: torch.device, facts: Sequence[GpuFacts] = ()) -> None:
+        """Collective. Adds a GPU side. ``facts``: about all ranks' GPUs, where they are known."""
+        from symmcomm.collectives.gpu_memory import find_facts, open_gpu  # what needs CUDA is imported when it is used
+
+        try:
+            self.gpu = open_gpu(self, facts or find_facts(self, device))
+        except BaseException:
+            self.close(wait=False)
+            raise
+
+    def gpu_on(self, device: torch.device, name: str = "device") -> GpuCollectives:
+        """The GPU side for what is on that device. Raises ArgumentError, naming it, if there is none."""
+        if self.gpu is None:
+            raise ArgumentError(f'{name} is on {device}, the communicator was made without a GPU: init(device="cuda")')
+        if device.type != "cuda" or device.index not in (None, self.gpu.device.index):
+            raise ArgumentError(f"{name} is on {device}, this communicator's GPU is {self.gpu.device}")
+        return self.gpu
+
+    @property
+    def gpu_side(self) -> GpuCollectives:
+        """``gpu``, where it is known to be there."""
+        assert self.gpu is not None, "the communicator has a GPU"
+        return self.gpu
 
     def close(self, *, wait: bool = True) -> None:
         """Collective. Waits for all ranks and gives everything back; tensors on the heap stay readable. Repeating it is
@@ -240,17 +220,23 @@ class Communicator:
             return
         if state == c.IN_CALL:  # on another thread, which would find its memory gone
             self.fail(c.REFUSED)
-        try:
+        with contextlib.ExitStack() as steps:  # taken in the end, the last one first, whatever fails
+            steps.callback(self._close_host)
+            if self.gpu is not None:
+                steps.callback(self.gpu.close, wait)
             if state == c.OPEN and wait:
-                self.barrier()
-        finally:
-            self._context[c.STATE] = c.CLOSED
-            self.heap_bytes = 0
-            if self._failure is None:
-                self._pages[self.rank].stop(Report(Fate.CLOSED, -1, 0, ""))
-            self.watch.close()
-            self.heap.close()
-            _open.discard(self)
+                steps.callback(self.barrier)
+                if self.gpu is not None:
+                    self.gpu.synchronize()
+
+    def _close_host(self) -> None:
+        self._context[c.STATE] = c.CLOSED
+        self.heap_bytes = 0
+        if self._failure is None:
+            self._pages[self.rank].stop(Report(Fate.CLOSED, -1, 0, ""))
+        self.watch.close()
+        self.heap.close()
+        _open.discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -261,10 +247,16 @@ class Communicator:
         self.close()
 
     def _abandon(self, error: BaseException) -> None:
-        """Tells the peers that this rank left a ``with`` block by an exception, so that they need not wait for it."""
+        """Ends the communicator by an error that no kernel of the host met, and tells the peers, so that they need not
+        wait: this rank left a ``with`` block by an exception, or a kernel on the GPU gave up."""
         self._failure = error
         self._context[c.STATE] = c.FAILED
-        self._pages[self.rank].stop(Report(Fate.RAISED, self.rank, 0, f"{type(error).__name__}: {error}"))
+        self.watch.tell(error)
+
+    def abandon(self, error: BaseException) -> None:
+        """As if a wait had failed with this error."""
+        if self._failure is None and self.field(c.STATE) == c.OPEN:
+            self._abandon(error)
 
     @contextlib.contextmanager
     def deadline(self, timeout_s: float | None) -> Iterator[None]:
@@ -297,15 +289,22 @@ class Communicator:
         """A field of the kernels' context (``kernels.cpu.context``)."""
         return int(self._context[number])
 
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be made."""
+        return bool(self._context[c.STATE] == c.OPEN)
+
     def check_open(self) -> None:
         """Raises unless calls can be made."""
-        if self._context[c.STATE] != c.OPEN:
+        if not self.is_open:
             self.fail(c.REFUSED)
 
     def fail(self, status: int) -> NoReturn:
         """Raises what a kernel's status stands for."""
         if status == c.STOPPED:
             self._failure = self.watch.stop()
+            if self.gpu is not None:
+                self.gpu.stop(self._failure)
             raise self._failure
         if status == c.MISMATCH:
             raise explain(self)
@@ -326,13 +325,19 @@ def _after_fork() -> None:
     for comm in list(_open):
         comm._context[c.STATE] = c.FORKED
         comm.heap_bytes = 0
+        if comm.gpu is not None:
+            comm.gpu.leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def init(
-    group: dist.ProcessGroup | None = None, *, settings: Settings | None = None, bootstrap: Bootstrap | None = None
+    group: dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | str | None = None,
+    settings: Settings | None = None,
+    bootstrap: Bootstrap | None = None,
 ) -> Communicator:
     """Collective. A communicator of all ranks.
 
@@ -340,14 +345,19 @@ def init(
     torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or mpirun started, else this process alone.
 
     Args:
+        device: a CUDA device (``"cuda"``: torch's current one), for calls on its tensors too; on all ranks or none.
         settings: in place of the SYMMCOMM_* variables.
         bootstrap: how the ranks reach each other, if not in one of these ways; closed at the end.
 
     Raises:
         BootstrapError: the ranks did not find each other. HostMismatchError: they are on different hosts.
-        MismatchError: they run with different settings.
+        MismatchError: they run with different settings. DeviceError: the kernels cannot run on a rank's device, or the
+        devices cannot share memory.
     """
     settings = settings or Settings.from_env()
+    gpu = None if device is None or torch.device(device).type == "cpu" else torch.device(device)
+    if gpu is not None and gpu.type != "cuda":
+        raise ArgumentError(f"device={device!r} is neither a CUDA device nor the host")
     timeout_s = settings.timeout_s
     bootstrap = bootstrap or connect(group, timeout_s)
     try:
@@ -357,21 +367,26 @@ def init(
             return bootstrap.all_gather(payload, timeout_s)
 
         check_same_host(bootstrap, timeout_s)
-        num_cores = _agree(rank, settings, all_gather)
+        num_cores = _agree(rank, settings, gpu is not None, all_gather)
         single_copy = agree_on_reading(rank, settings.single_copy, all_gather)
         if rank == 0:
             compile_once(cpu.load)  # fills Numba's cache for the others
         all_gather(b"kernels are compiled")
-        return Communicator(rank, world_size, all_gather, settings, num_cores, single_copy, bootstrap.name)
+        comm = Communicator(rank, world_size, all_gather, settings, num_cores, single_copy, bootstrap.name)
+        if gpu is not None:
+            comm.take_gpu(gpu)
+        return comm
     finally:
         bootstrap.close()
 
 
-def _agree(rank: int, settings: Settings, all_gather: Callable[[bytes], list[bytes]]) -> int:
+def _agree(rank: int, settings: Settings, with_gpu: bool, all_gather: Callable[[bytes], list[bytes]]) -> int:
     """Compares what ranks must have alike; returns how many cores the ranks share. Pins this rank if asked to."""
     cores = sorted(os.sched_getaffinity(0))
     mine = {"version": _VERSION, "SYMMCOMM_HEAP_MAX_BYTES": settings.heap_max_bytes, "torch": torch.__version__,
-            "SYMMCOMM_STAGING_BYTES": settings.staging_bytes, "SYMMCOMM_SPIN": settings.spin}  # fmt: skip
+            "SYMMCOMM_STAGING_BYTES": settings.staging_bytes, "SYMMCOMM_SPIN": settings.spin,
+            "SYMMCOMM_GPU_STAGING_BYTES": settings.gpu_staging_bytes, "SYMMCOMM_GPU_MEMORY": settings.gpu_memory,
+            "SYMMCOMM_SHARE_GPU": settings.share_gpu, "device": "cuda" if with_gpu else "cpu"}  # fmt: skip
     answers = [json.loads(answer) for answer in all_gather(json.dumps([mine, cores]).encode())]
     for peer, (theirs, _) in enumerate(answers):
         for name, value in mine.items():

@@ -91,7 +91,19 @@ class Settings:
         "auto",
         "how GPUs share memory: auto takes the first that works of cuda_vmm, fabric, cuda_ipc",
     )
+    gpu_staging_bytes: int = _variable(
+        "SYMMCOMM_GPU_STAGING_BYTES",
+        parse_bytes,
+        64 << 20,
+        "GPU memory per rank through which ordinary tensors pass where a call works on symmetric ones",
+    )
     share_gpu: bool = _variable("SYMMCOMM_SHARE_GPU", _parse_bool, False, "1 lets several ranks use one GPU")
+    tuning: str = _variable(
+        "SYMMCOMM_TUNING",
+        str,
+        "~/.cache/symmcomm/tuning.json",
+        "table of sizes at which GPU kernels change, written by symmcomm tune",
+    )
     disable_multicast: bool = _variable(
         "SYMMCOMM_DISABLE_MULTICAST", _parse_bool, False, "1 forbids NVLink multicast, whatever the hardware says"
     )

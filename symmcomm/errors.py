@@ -47,6 +47,10 @@ class ExchangeError(SymmCommError, RuntimeError):
     """A memory descriptor could not be passed between two ranks."""
 
 
+class DeviceError(SymmCommError, RuntimeError):
+    """A rank's device is none that the kernels run on, or the ranks' devices cannot share memory. On every rank."""
+
+
 class CudaError(SymmCommError, RuntimeError):
     """A call of the CUDA driver failed.
 

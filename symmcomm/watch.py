@@ -137,6 +137,11 @@ class Watch:
     def stop(self) -> BaseException:
         """Takes the error of a stopped wait, and tells the peers."""
         error, self.error = self.error or self._unread(), None
+        self.tell(error)
+        return error
+
+    def tell(self, error: BaseException) -> None:
+        """Tells the peers why this rank stopped."""
         if isinstance(error, PeerDiedError):
             report = Report(Fate.PEER_DIED, error.rank, error.pid, str(error))
         elif isinstance(error, PeerTimeoutError):
@@ -144,7 +149,10 @@ class Watch:
         else:
             report = Report(Fate.RAISED, self.rank, 0, f"{type(error).__name__}: {error}")
         self.pages[self.rank].stop(report)
-        return error
+
+    def cause(self, peer: int) -> BaseException | None:
+        """Why not to wait for ``peer``: somebody's process is gone, or somebody gave up; None if all is well."""
+        return self._failure(peer)
 
     def _unread(self) -> BaseException:
         """Why a kernel stopped that was not told to: a peer's memory could not be read."""

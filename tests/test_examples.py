@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from symmcomm.testing.spawn import launch_command
 
@@ -56,6 +57,8 @@ def test_there_are_examples() -> None:
 def test_example(example: Path, launcher: str) -> None:
     if commands()[launcher].format(example.name) not in example.read_text().splitlines():
         pytest.skip(f"is not for {launcher}")
+    if "gpu" in example.stem and torch.cuda.device_count() < NUM_RANKS:
+        pytest.skip("needs a GPU for each rank")
     done = launch_command([*launchers()[launcher], str(example)], 120.0, ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     num_ranks = 1 if launcher == "alone" else NUM_RANKS

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from symmcomm.collectives.arguments import check_list, prepare_pair, prepare_rooted
-from symmcomm.collectives.call import Kind
+from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError
 
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
+
+_LENGTHS = encode(Kind.all_gather_bytes, torch.int64), torch.int64.itemsize
+_BYTES = encode(Kind.all_gather_bytes, torch.uint8), 1
 
 
 def all_gather_into_tensor(self: Communicator, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -23,11 +26,14 @@ def all_gather_into_tensor(self: Communicator, output: torch.Tensor, input: torc
         input: contiguous, N elements of any dtype; if symmetric, peers read it in place. It may be part ``rank`` of
             ``output``.
     """
-    _gather(self, Kind.all_gather_into_tensor, input, output)
+    prepared = prepare_pair(self, Kind.all_gather_into_tensor, output, input, self.world_size, 1)
+    if prepared is None:
+        return self.gpu_side.all_gather_into_tensor(output, input)
+    _gather(self, prepared, input, output)
 
 
-def _gather(self: Communicator, kind: Kind, input: torch.Tensor, output: torch.Tensor) -> None:
-    call, itemsize = prepare_pair(self, kind, output, input, self.world_size, 1)
+def _gather(self: Communicator, prepared: tuple[int, int], input: torch.Tensor, output: torch.Tensor) -> None:
+    call, itemsize = prepared
     num_bytes = input.numel() * itemsize
     status = self.kernels.all_gather(self.ctx, call, input.data_ptr(), num_bytes, -1, -1, output.data_ptr(), num_bytes)
     if status:
@@ -41,7 +47,10 @@ def broadcast(self: Communicator, tensor: torch.Tensor, src: int) -> None:
         tensor: contiguous, any dtype, the same element count on all ranks; if symmetric on ``src``, it is read in
         place.
     """
-    call, itemsize = prepare_rooted(self, Kind.broadcast, tensor, src, "src")
+    prepared = prepare_rooted(self, Kind.broadcast, tensor, src, "src")
+    if prepared is None:
+        return self.gpu_side.broadcast(tensor, src)
+    call, itemsize = prepared
     address = tensor.data_ptr()
     status = self.kernels.all_gather(self.ctx, call, address, tensor.numel() * itemsize, src, -1, address, 0)
     if status:
@@ -57,7 +66,10 @@ def gather(
         tensor: contiguous, any dtype, the same element count on all ranks.
         gather_list: on ``dst`` world_size tensors like ``tensor``, elsewhere None.
     """
-    call, itemsize = prepare_rooted(self, Kind.gather, tensor, dst, "dst")
+    prepared = prepare_rooted(self, Kind.gather, tensor, dst, "dst")
+    if prepared is None:
+        return self.gpu_side.gather(tensor, gather_list, dst)
+    call, itemsize = prepared
     parts = check_list(self, gather_list, tensor, "gather_list", dst)
     with self.tables():
         self.targets[: len(parts)] = [part.data_ptr() for part in parts]
@@ -72,11 +84,11 @@ def all_gather_bytes(self: Communicator, payload: bytes) -> list[bytes]:
     if not isinstance(payload, bytes | bytearray):
         raise ArgumentError(f"payload must be bytes, got {type(payload).__name__}")
     lengths = torch.empty(self.world_size, dtype=torch.int64)
-    _gather(self, Kind.all_gather_bytes, torch.tensor([len(payload)]), lengths)
+    _gather(self, _LENGTHS, torch.tensor([len(payload)]), lengths)
     longest = int(lengths.max())
     padded = torch.zeros(max(longest, 1), dtype=torch.uint8)
     padded[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
     gathered = torch.empty(self.world_size * padded.numel(), dtype=torch.uint8)
-    _gather(self, Kind.all_gather_bytes, padded, gathered)
+    _gather(self, _BYTES, padded, gathered)
     rows = gathered.view(self.world_size, -1)
     return [rows[peer, : int(lengths[peer])].numpy().tobytes() for peer in range(self.world_size)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from symmcomm.collectives.arguments import check_rank, check_tensor
+from symmcomm.collectives.arguments import check_rank, check_tensor, gpu_of
 from symmcomm.collectives.call import Kind, encode, parse_reduction
 from symmcomm.kernels.cpu.reduce import reduction
 
@@ -41,7 +41,7 @@ def all_reduce(self: Communicator, tensor: torch.Tensor, op: object = "sum") -> 
     Symmetric tensors (``Communicator.empty``) are reduced in place; others go through staging buffers in chunks.
 
     Args:
-        tensor: contiguous CPU tensor, any shape, the same element count and dtype on all ranks.
+        tensor: contiguous, any shape, the same element count and dtype on all ranks.
         op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"``, ``"prod"``, for integers and bool ``"band"``, ``"bor"``,
             ``"bxor"``; or a ``torch.distributed.ReduceOp``. Floats of 16 and 8 bits accumulate in float32, in rank
             order.
@@ -53,12 +53,13 @@ def all_reduce(self: Communicator, tensor: torch.Tensor, op: object = "sum") -> 
         block = self.all_reductions[tensor.dtype, op]
         fit = tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
     except (AttributeError, KeyError, TypeError, RuntimeError):
+        fit = False
+    if not fit:
+        if (gpu := gpu_of(self, tensor, "tensor")) is not None:
+            return gpu.all_reduce(tensor, op)
         check_tensor(tensor, "tensor")
         block = prepare(self, Kind.all_reduce, tensor.dtype, op)
         self.all_reductions[tensor.dtype, op] = block
-        fit = True
-    if not fit:
-        check_tensor(tensor, "tensor")
     status = self.all_reduce_entry(self.ctx, block, tensor.data_ptr(), tensor.numel())
     if status:
         self.fail(status)
@@ -66,6 +67,8 @@ def all_reduce(self: Communicator, tensor: torch.Tensor, op: object = "sum") -> 
 
 def reduce(self: Communicator, tensor: torch.Tensor, dst: int, op: object = "sum") -> None:
     """As ``all_reduce``, but only rank ``dst`` gets the result; the other ranks' tensors keep their values."""
+    if (gpu := gpu_of(self, tensor, "tensor")) is not None:
+        return gpu.reduce(tensor, dst, op)
     check_tensor(tensor, "tensor")
     check_rank(self, dst, "dst")
     block = prepared(self, Kind.reduce, tensor.dtype, op, dst)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmcomm.collectives.arguments import check_list, check_tensor, prepare_pair, prepare_rooted
+from symmcomm.collectives.arguments import Ranked, check_list, check_tensor, gpu_of, prepare_pair, prepare_rooted
 from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError, DTypeError
 from symmcomm.kernels.cpu.all_to_all import UNEVEN
@@ -32,8 +32,9 @@ def all_to_all_single(
         output_split_sizes, input_split_sizes: rows (of dimension 0) from and to each rank; sums are the tensors' rows.
     """
     if not output_split_sizes and not input_split_sizes:
-        _even(self, output, input)
-        return
+        return _even(self, output, input)
+    if (gpu := gpu_of(self, output, "output")) is not None:
+        return gpu.all_to_all_single(output, input, output_split_sizes, input_split_sizes)
     check_tensor(output, "output")
     check_tensor(input, "input")
     if output.dtype is not input.dtype:
@@ -42,28 +43,38 @@ def all_to_all_single(
 
 
 def _even(self: Communicator, output: torch.Tensor, input: torch.Tensor) -> None:
-    call, itemsize = prepare_pair(self, Kind.all_to_all_single, output, input, 1, 1)
-    part, rest = divmod(input.numel(), self.world_size)
-    if rest:
-        raise ArgumentError(
-            f"input has {input.numel()} elements, which world_size={self.world_size} does not divide: give split sizes"
-        )
+    prepared = prepare_pair(self, Kind.all_to_all_single, output, input, 1, 1)
+    if prepared is None:
+        return self.gpu_side.all_to_all_single(output, input)
+    call, itemsize = prepared
+    part = even_part(self, output, input)
     source, target = input.data_ptr(), output.data_ptr()
-    if source != target:
-        _check_apart(output, input, "a partial overlap is not allowed")
     status = self.kernels.all_to_all(self.ctx, call, source, part * itemsize, -1, target)
     if status:
         self.fail(status)
 
 
-def _check_apart(output: torch.Tensor, input: torch.Tensor, why: str) -> None:
+def even_part(comm: Ranked, output: torch.Tensor, input: torch.Tensor) -> int:
+    """Elements of each rank's part. Raises unless the parts are even and the tensors the same or apart."""
+    part, rest = divmod(input.numel(), comm.world_size)
+    if rest:
+        raise ArgumentError(
+            f"input has {input.numel()} elements, which world_size={comm.world_size} does not divide: give split sizes"
+        )
+    if input.data_ptr() != output.data_ptr():
+        check_apart(output, input, "a partial overlap is not allowed")
+    return part
+
+
+def check_apart(output: torch.Tensor, input: torch.Tensor, why: str) -> None:
+    """Raises ArgumentError if the tensors have memory in common."""
     source, target = input.data_ptr(), output.data_ptr()
     if source < target + output.nbytes and target < source + input.nbytes and output.nbytes and input.nbytes:
         raise ArgumentError(f"output and input overlap: {why}")
 
 
-def _row_bytes(
-    self: Communicator, tensor: torch.Tensor, splits: Sequence[int] | None, name: str
+def row_bytes(
+    self: Ranked, tensor: torch.Tensor, splits: Sequence[int] | None, name: str
 ) -> tuple[list[int], list[int]]:
     """(bytes, offset) of each rank's rows, as two lists."""
     rows = tensor.shape[0] if tensor.dim() else 1
@@ -92,9 +103,9 @@ def _uneven(
     output_split_sizes: Sequence[int] | None,
     input_split_sizes: Sequence[int] | None,
 ) -> None:
-    sizes_out, offsets_out = _row_bytes(self, output, output_split_sizes, "output")
-    sizes_in, offsets_in = _row_bytes(self, input, input_split_sizes, "input")
-    _check_apart(output, input, "uneven splits do not allow it")
+    sizes_out, offsets_out = row_bytes(self, output, output_split_sizes, "output")
+    sizes_in, offsets_in = row_bytes(self, input, input_split_sizes, "input")
+    check_apart(output, input, "uneven splits do not allow it")
     target = output.data_ptr()
     with self.tables():
         self.outgoing[0::2], self.outgoing[1::2] = sizes_in, offsets_in
@@ -115,7 +126,10 @@ def scatter(
         tensor: contiguous, any dtype, the same element count on all ranks; receives this rank's part.
         scatter_list: on ``src`` world_size tensors like ``tensor``, elsewhere None.
     """
-    call, itemsize = prepare_rooted(self, Kind.scatter, tensor, src, "src")
+    prepared = prepare_rooted(self, Kind.scatter, tensor, src, "src")
+    if prepared is None:
+        return self.gpu_side.scatter(tensor, scatter_list, src)
+    call, itemsize = prepared
     num_bytes = tensor.numel() * itemsize
     parts = check_list(self, scatter_list, tensor, "scatter_list", src)
     with self.tables():

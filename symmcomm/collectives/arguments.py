@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -11,22 +11,40 @@ from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError, DTypeError
 
 if TYPE_CHECKING:
+    from symmcomm.collectives.gpu import GpuCollectives
     from symmcomm.communicator import Communicator
 
+_CPU = torch.device("cpu")
 
-def check_dense(tensor: object, name: str) -> None:
-    """Raises ArgumentError unless ``tensor`` is a dense CPU tensor."""
+
+class Ranked(Protocol):
+    """A communicator, or its GPU side."""
+
+    rank: int
+    world_size: int
+
+
+def gpu_of(comm: Communicator, tensor: object, name: str) -> GpuCollectives | None:
+    """The GPU side of the communicator if the tensor is on a GPU. Raises ArgumentError if there is none."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
+        return None
+    return comm.gpu_on(tensor.device, name)
+
+
+def check_dense(tensor: object, name: str, device: torch.device = _CPU) -> None:
+    """Raises ArgumentError unless ``tensor`` is a dense tensor on the device."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{name} must be dense (torch.strided), its layout is {tensor.layout}")
-    if tensor.device.type != "cpu":
-        raise ArgumentError(f"{name} must be on device cpu, it is on {tensor.device}")
+    if tensor.device != device:
+        raise ArgumentError(f"{name} must be on device {device}, it is on {tensor.device}")
 
 
-def check_tensor(tensor: object, name: str) -> None:
-    """Raises ArgumentError unless ``tensor`` is a dense, contiguous CPU tensor whose memory holds its values."""
-    check_dense(tensor, name)
+def check_tensor(tensor: object, name: str, device: torch.device = _CPU) -> None:
+    """Raises ArgumentError unless ``tensor`` is dense, contiguous and on the device, and its memory holds its
+    values."""
+    check_dense(tensor, name, device)
     assert isinstance(tensor, torch.Tensor)
     if not tensor.is_contiguous():
         raise ArgumentError(
@@ -37,10 +55,16 @@ def check_tensor(tensor: object, name: str) -> None:
         raise ArgumentError(f"{name} is a lazy conjugate or negative view; pass {name}.resolve_conj().resolve_neg()")
 
 
-def check_pair(output: torch.Tensor, input: torch.Tensor, outputs_per_input: int, inputs_per_output: int) -> None:
+def check_pair(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    outputs_per_input: int,
+    inputs_per_output: int,
+    device: torch.device = _CPU,
+) -> None:
     """Raises unless both tensors are fit, of one dtype, and their element counts stand in the given proportion."""
-    check_tensor(output, "output")
-    check_tensor(input, "input")
+    check_tensor(output, "output", device)
+    check_tensor(input, "input", device)
     if output.dtype is not input.dtype:
         raise DTypeError(f"output and input must have one dtype, got {output.dtype} and {input.dtype}")
     if output.numel() * inputs_per_output != input.numel() * outputs_per_input:
@@ -57,8 +81,9 @@ def prepare_pair(
     input: torch.Tensor,
     outputs_per_input: int,
     inputs_per_output: int,
-) -> tuple[int, int]:
-    """Checks the two tensors of a call (see ``check_pair``); returns its word (``collectives.call``) and the itemsize.
+) -> tuple[int, int] | None:
+    """Checks the two tensors of a call (see ``check_pair``); returns its word (``collectives.call``) and the itemsize,
+    or None if the call is for the GPU.
 
     The look-up is for speed: most calls are right, and like one before.
     """
@@ -77,6 +102,8 @@ def prepare_pair(
     except (AttributeError, KeyError, RuntimeError, TypeError):
         fit = False
     if not fit:
+        if gpu_of(comm, output, "output") is not None:
+            return None
         check_pair(output, input, outputs_per_input, inputs_per_output)
         prepared = encode(kind, input.dtype), input.dtype.itemsize
         if not input.dtype.is_complex:  # these may be lazily conjugated, which only check_tensor sees
@@ -84,7 +111,9 @@ def prepare_pair(
     return prepared
 
 
-def prepare_rooted(comm: Communicator, kind: Kind, tensor: torch.Tensor, root: int, name: str) -> tuple[int, int]:
+def prepare_rooted(
+    comm: Communicator, kind: Kind, tensor: torch.Tensor, root: int, name: str
+) -> tuple[int, int] | None:
     """As ``prepare_pair``, for the one tensor of a call with a root."""
     try:
         prepared = comm.calls[kind, tensor.dtype, root]
@@ -92,6 +121,8 @@ def prepare_rooted(comm: Communicator, kind: Kind, tensor: torch.Tensor, root: i
     except (AttributeError, KeyError, RuntimeError, TypeError):
         fit = False
     if not fit:
+        if gpu_of(comm, tensor, "tensor") is not None:
+            return None
         check_tensor(tensor, "tensor")
         check_rank(comm, root, name)
         prepared = encode(kind, tensor.dtype, root=root), tensor.dtype.itemsize
@@ -100,7 +131,7 @@ def prepare_rooted(comm: Communicator, kind: Kind, tensor: torch.Tensor, root: i
     return prepared
 
 
-def check_rank(comm: Communicator, rank: object, name: str) -> None:
+def check_rank(comm: Ranked, rank: object, name: str) -> None:
     """Raises ArgumentError unless ``rank`` names a rank of the communicator."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.world_size:
         raise ArgumentError(f"{name}={rank!r} is no rank of this communicator (0..{comm.world_size - 1})")
@@ -113,7 +144,12 @@ def check_whole(value: object, name: str) -> None:
 
 
 def check_list(
-    comm: Communicator, tensors: Sequence[torch.Tensor] | None, tensor: torch.Tensor, name: str, root: int
+    comm: Ranked,
+    tensors: Sequence[torch.Tensor] | None,
+    tensor: torch.Tensor,
+    name: str,
+    root: int,
+    device: torch.device = _CPU,
 ) -> list[torch.Tensor]:
     """The root's list of one tensor a rank, each like ``tensor``; elsewhere it must be absent or empty."""
     if comm.rank != root:
@@ -124,7 +160,7 @@ def check_list(
         given = "None" if tensors is None else f"{len(tensors)} tensors"
         raise ArgumentError(f"{name} must have {comm.world_size} tensors on the root {root}, got {given}")
     for idx, part in enumerate(tensors):
-        check_tensor(part, f"{name}[{idx}]")
+        check_tensor(part, f"{name}[{idx}]", device)
         if part.dtype is not tensor.dtype:
             raise DTypeError(f"{name}[{idx}] and tensor must have one dtype, got {part.dtype} and {tensor.dtype}")
         if part.numel() != tensor.numel():

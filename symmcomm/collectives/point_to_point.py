@@ -14,19 +14,22 @@ if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
 
-def _prepare(self: Communicator, tensor: torch.Tensor, peer: int, name: str) -> tuple[int, int]:
-    """The call word and the bytes of a message."""
+def _prepare(self: Communicator, tensor: torch.Tensor, peer: int, name: str) -> tuple[int, int] | None:
+    """The call word and the bytes of a message; None if it is for the GPU."""
     if peer == self.rank:
         raise ArgumentError(f"{name}={peer} is the calling rank itself")
-    _, itemsize = prepare_rooted(self, Kind.send, tensor, peer, name)
-    return encode(Kind.send, tensor.dtype), tensor.numel() * itemsize
+    prepared = prepare_rooted(self, Kind.send, tensor, peer, name)
+    return None if prepared is None else (encode(Kind.send, tensor.dtype), tensor.numel() * prepared[1])
 
 
 def send(self: Communicator, tensor: torch.Tensor, dst: int) -> None:
     """Sends ``tensor`` to rank ``dst``. Messages of a pair arrive in the order sent; small ones return before they are
     received. Where the receiver expected another dtype or element count, both ranks get MismatchError, the sender in
     this or its next ``send`` to that rank."""
-    call, num_bytes = _prepare(self, tensor, dst, "dst")
+    prepared = _prepare(self, tensor, dst, "dst")
+    if prepared is None:
+        return self.gpu_side.send(tensor, dst)
+    call, num_bytes = prepared
     status = self.kernels.send(self.ctx, call, tensor.data_ptr(), num_bytes, dst)
     if status:
         self.fail(status)
@@ -34,7 +37,10 @@ def send(self: Communicator, tensor: torch.Tensor, dst: int) -> None:
 
 def recv(self: Communicator, tensor: torch.Tensor, src: int) -> None:
     """Receives rank ``src``'s next message into ``tensor``, of the dtype and element count that was sent."""
-    call, num_bytes = _prepare(self, tensor, src, "src")
+    prepared = _prepare(self, tensor, src, "src")
+    if prepared is None:
+        return self.gpu_side.recv(tensor, src)
+    call, num_bytes = prepared
     status = self.kernels.receive(self.ctx, call, tensor.data_ptr(), num_bytes, src)
     if status:
         self.fail(status)

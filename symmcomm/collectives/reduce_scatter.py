@@ -22,7 +22,8 @@ def reduce_scatter_tensor(self: Communicator, output: torch.Tensor, input: torch
         input: contiguous, world_size · N elements; if symmetric, peers read it in place.
         op: as for ``all_reduce``.
     """
-    prepare_pair(self, Kind.reduce_scatter_tensor, output, input, 1, self.world_size)
+    if prepare_pair(self, Kind.reduce_scatter_tensor, output, input, 1, self.world_size) is None:
+        return self.gpu_side.reduce_scatter_tensor(output, input, op)
     block = prepared(self, Kind.reduce_scatter_tensor, input.dtype, op)
     status = self.kernels.reduce_scatter(self.ctx, block, output.data_ptr(), input.data_ptr(), output.numel())
     if status:

@@ -47,7 +47,7 @@ class GroupHandle(SymmetricHandle):
         self._owner_ranks = [dist.get_group_rank(owner, rank) for rank in dist.get_process_group_ranks(group)]
         heap = owner.comm.heap
         self.buffer_ptrs = [heap.base + rank * heap.stride + offset for rank in self._owner_ranks]
-        self._device_arrays[0] = self.buffer_ptrs
+        self._pointers[0] = torch.tensor(self.buffer_ptrs)
 
     def get_buffer(
         self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0

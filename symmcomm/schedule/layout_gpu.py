@@ -60,6 +60,12 @@ class Phase(IntEnum):
     """The sender's compare-and-swap signal."""
     splits = 7
     """Nothing: the peer sends or awaits another number of bytes (``seen``) than this rank (``expected``)."""
+    room = 8
+    """That the receiver takes messages sent before."""
+    message = 9
+    """The sender's message."""
+    size = 10
+    """Nothing: the sender's message has another number of bytes (``seen``) than the receiver's (``expected``)."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,59 @@ class Layout:
             staging=staging,
             staging_slot_bytes=CHANNEL_STAGING_BYTES // (DEPTH * world_size) // _LINE_BYTES * _LINE_BYTES,
             data=staging + NUM_STAGED_CHANNELS * CHANNEL_STAGING_BYTES,
+        )
+
+
+NUM_MESSAGE_LANES = 32
+"""CTAs of a send or receive, each with a queue of its own."""
+NUM_MESSAGE_SLOTS = 4
+"""Chunks in a queue; a power of two, as 32-bit chunk numbers wrap around."""
+_MESSAGE_BYTES = 16 << 20
+_LARGEST_CHUNK = 32 << 10
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Where the queues of messages (``kernels.gpu.point_to_point``) lie, as byte offsets in a rank's heap.
+
+    Attributes:
+        counters: private, chunks sent to and taken from each peer: ``u32[sent, taken][peer][lane]``.
+        sent: chunks that each peer has sent here, which it signals: ``u32[sender][lane]``.
+        taken: chunks of this rank that each peer has taken, which it signals: ``u32[receiver][lane]``.
+        headers: bytes of the message to which a chunk belongs: ``i64[sender][lane][slot]``.
+        slots: the chunks, ``chunk_bytes`` each: ``[sender][lane][slot]``.
+        end: of it all.
+    """
+
+    world_size: int
+    counters: int
+    sent: int
+    taken: int
+    headers: int
+    slots: int
+    chunk_bytes: int
+    end: int
+
+    @classmethod
+    def create(cls, world_size: int) -> MessageLayout:
+        """The layout for ``world_size`` ranks, behind the ``Layout``."""
+        lanes = world_size * NUM_MESSAGE_LANES
+        counters = Layout.create(world_size).data
+        sent = counters + _align_up(2 * lanes * 4, _LINE_BYTES)
+        taken = sent + _align_up(lanes * 4, _LINE_BYTES)
+        headers = taken + _align_up(lanes * 4, _LINE_BYTES)
+        slots = _align_up(headers + lanes * NUM_MESSAGE_SLOTS * 8, _PAGE_BYTES)
+        share = _MESSAGE_BYTES // (lanes * NUM_MESSAGE_SLOTS) // _LINE_BYTES * _LINE_BYTES
+        chunk_bytes = max(_LINE_BYTES, min(_LARGEST_CHUNK, share))
+        return cls(
+            world_size=world_size,
+            counters=counters,
+            sent=sent,
+            taken=taken,
+            headers=headers,
+            slots=slots,
+            chunk_bytes=chunk_bytes,
+            end=_align_up(slots + lanes * NUM_MESSAGE_SLOTS * chunk_bytes, _PAGE_BYTES),
         )
 
 

@@ -1,7 +1,6 @@
 """Which GPU kernel, and how large: pure functions of what all ranks know alike, so that all launch the same grid.
 
-``*_shape`` says what can be done and how, ``choose_*`` what should be. Sizes are where the curves measured on two H200s
-cross. *Part* is what goes from one rank to one other.
+``*_shape`` says what can be done and how, ``choose_*`` what should be. *Part* is what goes from one rank to one other.
 """
 
 from __future__ import annotations
@@ -13,12 +12,29 @@ from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.layout_gpu import NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout
 
 _LL_SHAPES = ((128, 64), (256, 64), (512, 128), (1024, NUM_CHANNELS))  # threads, and CTAs up to which they are used
-_LL_BYTES = 1 << 19  # of a part, up to which LL pays between two ranks
-_ALL_REDUCE_LL_BYTES = 1 << 20
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (4 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
 _LARGEST_STAGED = (32 << 10, 512)
-_PUSH_BYTES = 2 << 20  # of a part, from which on pushing into symmetric targets beats staging
-_PULL_BYTES = 8 << 20  # of a part, from which on pulling from symmetric sources does, in a reduce-scatter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """Sizes at which the choice changes, the same on all ranks. The defaults are where the curves measured on two H200s
+    cross; ``symmcomm tune`` measures them elsewhere.
+
+    Attributes:
+        all_reduce_ll_bytes: of the tensor, up to which LL pays in an all-reduce between two ranks.
+        ll_bytes: of a part, up to which LL pays in the other calls between two ranks.
+        push_bytes: of a part, from which on pushing into symmetric targets beats staging.
+        pull_bytes: of a part, from which on pulling from symmetric sources does, in a reduce-scatter.
+    """
+
+    all_reduce_ll_bytes: int = 1 << 20
+    ll_bytes: int = 1 << 19
+    push_bytes: int = 2 << 20
+    pull_bytes: int = 8 << 20
+
+
+DEFAULT = Thresholds()
 
 
 class Algorithm(Enum):
@@ -121,13 +137,15 @@ def direct_shape(
     return Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll)
 
 
-def choose(num_bytes: int, dtype: DType, world_size: int, num_sms: int, symmetric: bool = True) -> Launch:
+def choose(
+    num_bytes: int, dtype: DType, world_size: int, num_sms: int, symmetric: bool = True, at: Thresholds = DEFAULT
+) -> Launch:
     """The all-reduce for tensors of ``num_bytes`` on a device with ``num_sms`` SMs for this rank.
 
     LL sends world_size - 1 times the data, twice (flags), but waits once; two-shot sends it twice and waits twice. The
     latter works on symmetric memory: ordinary tensors, where LL in two shots has no room for them, are copied there.
     """
-    if num_bytes * world_size * (world_size - 1) <= 2 * _ALL_REDUCE_LL_BYTES:
+    if num_bytes * world_size * (world_size - 1) <= 2 * at.all_reduce_ll_bytes:
         shape = ll_shape(num_bytes, world_size, num_sms)
         if shape is not None:
             return shape
@@ -139,30 +157,32 @@ def choose(num_bytes: int, dtype: DType, world_size: int, num_sms: int, symmetri
 
 
 def choose_reduce_scatter(
-    part_bytes: int, dtype: DType, world_size: int, num_sms: int, source_symmetric: bool = False
-) -> Launch:
+    part_bytes: int, dtype: DType, world_size: int, num_sms: int, source_symmetric: bool = False,
+    at: Thresholds = DEFAULT,
+) -> Launch:  # fmt: skip
     """The reduce-scatter of parts of that size. ``source_symmetric`` (pull) asks that no output but the own part is in
     an input."""
-    shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size) else None
+    shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size, at) else None
     if shape is not None:
         return shape
-    if source_symmetric and part_bytes >= _PULL_BYTES:
+    if source_symmetric and part_bytes >= at.pull_bytes:
         return direct_shape(part_bytes, num_sms, Algorithm.pull, dtype, world_size)
     return staged_shape(part_bytes, world_size, num_sms, dtype)
 
 
 def choose_all_gather(
-    part_bytes: int, world_size: int, num_sms: int, source_symmetric: bool = False, target_symmetric: bool = False
-) -> Launch:
+    part_bytes: int, world_size: int, num_sms: int, source_symmetric: bool = False, target_symmetric: bool = False,
+    at: Thresholds = DEFAULT,
+) -> Launch:  # fmt: skip
     """All-gather, even all-to-all, broadcast or scatter of parts of that size.
 
     ``target_symmetric`` (push) asks that the source is not in the target, but for the part that stays;
     ``source_symmetric`` (pull) that nothing is written where peers read.
     """
-    shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size) else None
+    shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size, at) else None
     if shape is not None:
         return shape
-    if part_bytes < _PUSH_BYTES:
+    if part_bytes < at.push_bytes:
         return staged_shape(part_bytes, world_size, num_sms)
     if target_symmetric:
         return direct_shape(part_bytes, num_sms, Algorithm.push)
@@ -171,8 +191,8 @@ def choose_all_gather(
     return staged_shape(part_bytes, world_size, num_sms)
 
 
-def _is_small(part_bytes: int, world_size: int) -> bool:
-    return part_bytes * world_size * (world_size - 1) <= 2 * _LL_BYTES
+def _is_small(part_bytes: int, world_size: int, at: Thresholds) -> bool:
+    return part_bytes * world_size * (world_size - 1) <= 2 * at.ll_bytes
 
 
 def _unroll(dtype: DType, num_sources: int) -> int:

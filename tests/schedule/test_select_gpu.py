@@ -10,6 +10,7 @@ from symmcomm.schedule.layout_gpu import NUM_STAGED_CHANNELS as STAGED
 from symmcomm.schedule.select_gpu import (
     Algorithm,
     Launch,
+    Thresholds,
     choose,
     choose_all_gather,
     choose_reduce_scatter,
@@ -55,6 +56,16 @@ def test_an_ordinary_tensor_needs_no_heap() -> None:
         assert shape.algorithm in (Algorithm.ll, Algorithm.staged)
         if exponent <= 21:  # a larger all-reduce is copied
             assert choose(1 << exponent, DType.float32, 2, 132, False).algorithm in small
+
+
+def test_thresholds_move_the_choice() -> None:
+    at = Thresholds(all_reduce_ll_bytes=4096, ll_bytes=2048, push_bytes=1 << 16, pull_bytes=1 << 17)
+    for num_bytes, expected in ((4096, Algorithm.ll), (4097, Algorithm.two_shot)):
+        assert choose(num_bytes, DType.float32, 2, 132, True, at).algorithm is expected
+    for part, expected in ((2048, Algorithm.ll), (2049, Algorithm.staged), (1 << 16, Algorithm.push)):
+        assert choose_all_gather(part, 2, 132, False, True, at).algorithm is expected
+    for part, expected in (((1 << 17) - 1, Algorithm.staged), (1 << 17, Algorithm.pull)):
+        assert choose_reduce_scatter(part, DType.float32, 2, 132, True, at).algorithm is expected
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

@@ -58,7 +58,7 @@ def compiled(kernel: Kernel, arch: str, directory: Path | None = None) -> Callab
         if found is None:
             built = compile_kernel(kernel, arch)
             _export(built, path)
-            found = built
+            found = _load(path) or built  # what was loaded is called without a wrapper in Python
         _loaded[kernel, arch] = found
     return found
 

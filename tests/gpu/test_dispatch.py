@@ -1,0 +1,202 @@
+"""Which kernels a call on the GPU comes to, and that they take the arguments they get: with no GPU, on the host's
+tensors. Each compiled function checks its arguments before it finds that there is no driver."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from symmcomm.errors import ArgumentError, DTypeError
+
+pytest.importorskip("cutlass")
+
+from symmcomm.collectives.gpu import GpuCollectives
+from symmcomm.kernels.gpu.compile import compiled
+from symmcomm.schedule import select_gpu
+from symmcomm.schedule.layout_gpu import Layout, MessageLayout
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the addresses are made up")
+SCRATCH = 4 << 20
+MI = 1 << 20
+
+
+class Dry(GpuCollectives):
+    """Two ranks whose heap is a tensor of the host. Notes the kernels that would run."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank, self.world_size, self.ordinal, self.device = rank, 2, -1, torch.device("cpu")
+        self.timeout_s = 1.0
+        self.arch, self.arch_number, self.num_sms = "sm_90a", 90, 132
+        self.layout, self.thresholds = Layout.create(2), select_gpu.DEFAULT
+        self.table = MessageLayout.create(2).end
+        self._scratch, self.scratch_bytes = self.table + 4096, SCRATCH
+        size = self._scratch + SCRATCH + (40 << 20)
+        self.memory = torch.zeros(size, dtype=torch.uint8)
+        self.staging = self.memory[self._scratch : self._scratch + SCRATCH]
+        self.base, self.stride = self.memory.data_ptr() - rank * (1 << 40), 1 << 40
+        self.heap: Any = SimpleNamespace(own_address=self.memory.data_ptr())
+        self._symmetric, self._calls = set(), {}
+        self._names: dict[int, str] = {}
+        self.launched: list[str] = []
+
+    def check(self) -> None:
+        pass
+
+    def follow_stream(self) -> int:
+        return 0
+
+    def compiled(self, kernel: Any) -> Any:
+        function = compiled(kernel, self.arch)
+        self._names[id(function)] = type(kernel).__name__
+        return function
+
+    def launch(self, kernel: Any, *arguments: Any) -> None:
+        self.run(self.compiled(kernel), *arguments)
+
+    def run(self, function: Any, *arguments: Any) -> None:
+        self.launched.append(self._names[id(function)])
+        with pytest.raises(RuntimeError, match="Cuda Runtime Error"):
+            function(self.base, self.stride, self.rank, *arguments, 0)
+
+    def symmetric(self, num_bytes: int, at: int = 0) -> torch.Tensor:
+        start = self._scratch + SCRATCH + at
+        self.add_symmetric(start, num_bytes)
+        return self.memory[start : start + num_bytes]
+
+    def kernels(self) -> list[str]:
+        names, self.launched = self.launched, []
+        return names
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Dry:
+    return Dry()
+
+
+def test_all_reduce(gpu: Dry) -> None:
+    for op in ("sum", "sum", dist.ReduceOp.SUM):
+        gpu.all_reduce(torch.ones(100), op)
+        assert gpu.kernels() == ["AllReduceLL"]
+    gpu.all_reduce(torch.ones(100, dtype=torch.bool), "band")
+    assert gpu.kernels() == ["AllReduceLL"]
+    gpu.all_reduce(torch.ones(0))
+    assert gpu.kernels() == []
+    gpu.all_reduce(torch.ones(5 * MI // 2))
+    assert gpu.kernels() == 3 * ["AllReduceTwoShot"]  # 10 MiB through 4
+    tensor = gpu.symmetric(8 * MI).view(torch.float32)
+    gpu.all_reduce(tensor)
+    gpu.all_reduce(tensor.view(2, -1))
+    assert gpu.kernels() == 2 * ["AllReduceTwoShot"]
+    gpu.all_reduce(tensor[: 3 * MI // 2])  # a part: not every rank knows where it is
+    assert gpu.kernels() == 2 * ["AllReduceTwoShot"]
+
+
+def test_reduce(gpu: Dry) -> None:
+    for dst in (0, 1):
+        gpu.reduce(torch.ones(100), dst)
+        assert gpu.kernels() == ["AllReduceLL"]
+        gpu.reduce(torch.ones(MI), dst, "max")
+        assert gpu.kernels()[-1] in ("AllReduceTwoShot", "AllReduceLLTwoShot")
+
+
+def test_the_result_of_reduce_stays_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Dry()
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(gpu, "run", lambda _, *arguments: seen.append(arguments))
+    tensor = torch.ones(100)
+    gpu.reduce(tensor, 0)
+    gpu.reduce(tensor, 1)
+    here, nowhere = tensor.data_ptr(), gpu.staging.data_ptr()
+    assert [arguments[:2] for arguments in seen] == [(here, here), (here, nowhere)]
+
+
+def test_reduce_scatter(gpu: Dry) -> None:
+    gpu.reduce_scatter_tensor(torch.ones(5), torch.ones(10), "avg")
+    gpu.reduce_scatter_tensor(torch.ones(MI), torch.ones(2 * MI))
+    assert gpu.kernels() == ["ReduceScatterLL", "ReduceScatterStaged"]
+    input = gpu.symmetric(32 * MI).view(torch.float32)
+    gpu.reduce_scatter_tensor(input[: 4 * MI], input)
+    assert gpu.kernels() == ["ReduceScatterPull"]
+    with pytest.raises(ArgumentError, match="only be this rank's part"):
+        gpu.reduce_scatter_tensor(input[8 : 4 * MI + 8], input)
+
+
+def test_all_gather_and_broadcast(gpu: Dry) -> None:
+    gpu.all_gather_into_tensor(torch.ones(6, dtype=torch.complex64), torch.ones(3, dtype=torch.complex64))
+    gpu.broadcast(torch.ones(1), 1)
+    assert gpu.kernels() == ["AllGatherLL", "AllGatherLL"]
+    gpu.all_gather_into_tensor(torch.ones(2 * MI), torch.ones(MI))
+    assert gpu.kernels() == ["AllToAllStaged"]
+    output = gpu.symmetric(32 * MI).view(torch.float32)
+    gpu.all_gather_into_tensor(output, output[: 4 * MI])
+    gpu.broadcast(output, 0)
+    gpu.all_gather_into_tensor(torch.ones(16 * MI), output)
+    assert gpu.kernels() == ["AllGatherPush", "AllGatherPush", "AllGatherPull"]
+
+
+def test_all_to_all(gpu: Dry) -> None:
+    gpu.all_to_all_single(torch.ones(6), torch.ones(6))
+    gpu.all_to_all_single(torch.ones(3, 2), torch.ones(4, 2), [1, 2], [3, 1])
+    gpu.gather(torch.ones(3), [torch.ones(3), torch.ones(3)], 0)
+    gpu.gather(torch.ones(3), None, 1)
+    gpu.scatter(torch.ones(3), [torch.ones(3), torch.ones(3)], 0)
+    gpu.scatter(torch.ones(3), None, 1)
+    gpu.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3))
+    gpu.all_to_all([torch.ones(1), torch.ones(3)], [torch.ones(2), torch.ones(0)])
+    assert gpu.kernels() == ["AllGatherLL"] + 7 * ["StoreWords", "AllToAllUneven"]
+    same = gpu.symmetric(32 * MI).view(torch.float32)
+    gpu.all_to_all_single(same, same)
+    assert gpu.kernels() == ["AllGatherPush"]
+
+
+def test_messages_and_barriers(gpu: Dry) -> None:
+    gpu.send(torch.ones(3), 1)
+    gpu.recv(torch.ones(0), 1)
+    assert gpu.kernels() == ["Message", "Message"]
+    for algorithm in ("all_to_all", "ring"):
+        for protocol in ("epoch", "cas"):
+            gpu.barrier(algorithm=algorithm, protocol=protocol)
+    assert gpu.kernels() == 4 * ["Barrier"]
+    gpu.swap_barrier(3, None)
+    gpu.swap_signal(3, 1, True, None)
+    gpu.swap_signal(3, 1, False, 0.5)
+    assert gpu.kernels() == ["Barrier", "SwapSignal", "StoreWords", "SwapSignal", "StoreWords"]
+
+
+def test_bad_arguments_launch_nothing(gpu: Dry) -> None:
+    bad: list[tuple[Any, type[Exception], str]] = [
+        (lambda: gpu.all_reduce(torch.ones(4, 4).t()), ArgumentError, "contiguous"),
+        (lambda: gpu.all_reduce([1.0]), ArgumentError, "must be a torch.Tensor"),
+        (lambda: gpu.all_reduce(torch.ones(3), "mean"), ArgumentError, "op='mean'"),
+        (lambda: gpu.all_reduce(torch.ones(3), []), ArgumentError, "no reduction"),
+        (lambda: gpu.all_reduce(torch.ones(3), "band"), DTypeError, "band"),
+        (lambda: gpu.all_reduce(torch.ones(3, device="meta")), ArgumentError, "must be on device cpu, it is on meta"),
+        (lambda: gpu.all_reduce(torch.ones(3).to_sparse()), ArgumentError, "dense"),
+        (lambda: gpu.broadcast(torch.ones(3), 2), ArgumentError, "src=2"),
+        (lambda: gpu.reduce(torch.ones(3), True), ArgumentError, "dst=True"),
+        (lambda: gpu.all_gather_into_tensor(torch.ones(3), torch.ones(3)), ArgumentError, "expected 2 of output"),
+        (lambda: gpu.all_to_all_single(torch.ones(3), torch.ones(3)), ArgumentError, "does not divide"),
+        (lambda: gpu.all_to_all_single(torch.ones(2), torch.ones(2), [1, 2]), ArgumentError, "add up to 3"),
+        (lambda: gpu.send(torch.ones(1), 0), ArgumentError, "calling rank itself"),
+        (lambda: gpu.barrier(algorithm="tree"), ArgumentError, "'tree'"),
+        (lambda: gpu.barrier(timeout_s=-1.0), ArgumentError, "not positive"),
+        (lambda: gpu.scratch(SCRATCH + 1), ArgumentError, "SYMMCOMM_GPU_STAGING_BYTES"),
+    ]
+    for call, kind, words in bad:
+        with pytest.raises(kind, match=words):
+            call()
+    assert gpu.kernels() == []
+
+
+def test_freed_memory_is_no_longer_symmetric() -> None:
+    gpu = Dry()
+    whole = gpu.symmetric(4096)
+    part = gpu.symmetric(64, 128)
+    assert gpu.symmetric_offset(whole) >= 0
+    assert gpu.symmetric_offset(part) >= 0
+    gpu.drop_symmetric(gpu.symmetric_offset(whole), 4096)
+    assert gpu.symmetric_offset(whole) == gpu.symmetric_offset(part) == -1

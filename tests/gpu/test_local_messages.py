@@ -1,0 +1,168 @@
+"""Messages, signals and words with all ranks in one process on one GPU."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from local_cases import DELAY_NS, POISON
+
+from symmcomm.schedule import layout_gpu as at
+from symmcomm.schedule.layout_gpu import MessageLayout, Phase
+from symmcomm.testing.local_world import LocalWorld
+
+pytest.importorskip("cutlass")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+WORLDS = (2, 3, 8)
+MARGIN = 64
+LONG = 5 << 20  # more than a queue holds
+
+
+@cache
+def world_of(world_size: int) -> LocalWorld:
+    layout = MessageLayout.create(world_size)
+    return LocalWorld(world_size, layout.end - layout.counters)
+
+
+def function(world: LocalWorld, kernel: Any) -> Any:
+    from symmcomm.kernels.gpu.compile import compiled
+
+    return compiled(kernel, world.arch)
+
+
+def message(world: LocalWorld, sends: bool) -> Any:
+    from symmcomm.kernels.gpu.point_to_point import Message
+
+    return function(world, Message(world_size=world.world_size, sends=sends))
+
+
+def data(rank: int, num_bytes: int, shift: int) -> torch.Tensor:
+    """A rank's bytes, ``shift`` from a boundary."""
+    values = (torch.arange(num_bytes, device="cuda") * 13 + rank) % 251
+    room = torch.zeros(num_bytes + shift, dtype=torch.uint8, device="cuda")
+    room[shift:] = values.to(torch.uint8)
+    return room[shift:]
+
+
+def call(world: LocalWorld, rank: int, run: Any, tensor: torch.Tensor, peer: int) -> None:
+    place = (world.base, world.stride, rank)
+    run(*place, tensor.data_ptr(), tensor.nbytes, peer, world.streams[rank].cuda_stream)
+
+
+def pass_on(world: LocalWorld, num_bytes: int, step: int, shift: int = 0) -> None:
+    """Every rank sends to the one ``step`` further on, and receives."""
+    ranks, size = range(world.world_size), world.world_size
+    send, receive = message(world, True), message(world, False)
+    sources = [data(rank, num_bytes, shift) for rank in ranks]
+    rooms = [torch.full((num_bytes + 2 * MARGIN,), POISON, dtype=torch.uint8, device="cuda") for _ in ranks]
+    torch.cuda.synchronize()
+    for rank in ranks:
+        call(world, rank, send, sources[rank], (rank + step) % size)
+    for rank in ranks:
+        call(world, rank, receive, rooms[rank][MARGIN : MARGIN + num_bytes], (rank - step) % size)
+    torch.cuda.synchronize()
+    for rank in ranks:
+        assert world.record(rank) is None
+        inside = rooms[rank][MARGIN : MARGIN + num_bytes]
+        assert torch.equal(inside, sources[(rank - step) % size]), (num_bytes, rank)
+        assert bool((rooms[rank][:MARGIN] == POISON).all())
+        assert bool((rooms[rank][MARGIN + num_bytes :] == POISON).all())
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_small_messages_leave_before_they_are_received(world_size: int) -> None:
+    world = world_of(world_size)
+    for num_bytes in (0, 1, 7, 16, 1000, 100_003):
+        for step in {1, world_size - 1}:
+            pass_on(world, num_bytes, step, num_bytes % 2)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_queue_holds_as_many_messages_as_slots(world_size: int) -> None:
+    world, num = world_of(world_size), at.NUM_MESSAGE_SLOTS
+    send, receive = message(world, True), message(world, False)
+    sources = [data(number, 1000 + number, 0) for number in range(num)]
+    for source in sources:
+        call(world, 0, send, source, 1)
+    torch.cuda.synchronize()
+    for source in sources:
+        got = torch.zeros_like(source)
+        call(world, 1, receive, got, 0)
+        torch.cuda.synchronize()
+        assert torch.equal(got, source)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_long_messages_with_delays(world_size: int) -> None:
+    world = world_of(world_size)
+    source, got = data(1, LONG, 0), torch.zeros(LONG, dtype=torch.uint8, device="cuda")
+    for victim in (0, 1):
+        world.put(victim, at.DELAY_NS, DELAY_NS)
+        torch.cuda.synchronize()
+        call(world, 0, message(world, True), source, 1)
+        call(world, 1, message(world, False), got, 0)
+        torch.cuda.synchronize()
+        world.put(victim, at.DELAY_NS, 0)
+        assert torch.equal(got, source)
+        got.zero_()
+
+
+def test_chunk_numbers_wrap_around() -> None:
+    world, layout = LocalWorld(2, 32 << 20), MessageLayout.create(2)
+    for rank in range(2):
+        world.bytes(rank, layout.counters, layout.headers - layout.counters).view(torch.int32).fill_(-3)
+    for num_bytes in (1000, 100_003, 1 << 20):
+        pass_on(world, num_bytes, 1)
+
+
+def test_another_size_is_noticed_at_once() -> None:
+    world = LocalWorld(2, 32 << 20, timeout_s=30.0)
+    call(world, 0, message(world, True), data(0, 1000, 0), 1)
+    call(world, 1, message(world, False), data(0, LONG, 0), 0)
+    torch.cuda.synchronize()
+    record = world.record(1)
+    assert record is not None
+    assert (record.phase, record.peer, record.expected, record.seen) == (Phase.size, 0, LONG, 1000)
+    assert world.record(0) is None
+
+
+def test_nobody_sends() -> None:
+    world = LocalWorld(2, 32 << 20, timeout_s=0.2)
+    call(world, 1, message(world, False), data(0, 1000, 0), 0)
+    torch.cuda.synchronize()
+    record = world.record(1)
+    assert record is not None
+    assert (record.phase, record.peer, record.expected, record.seen) == (Phase.message, 0, 1, 0)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_signals(world_size: int) -> None:
+    from symmcomm.kernels.gpu.words import SwapSignal
+
+    world = world_of(world_size)
+    put, wait = (function(world, SwapSignal(world_size=world_size, puts=puts)) for puts in (True, False))
+    for channel in (0, 63):
+        for _ in range(2):
+            world.launch(put, [(channel, (rank + 1) % world_size) for rank in range(world_size)])
+            world.launch(wait, [(channel, (rank - 1) % world_size) for rank in range(world_size)])
+    for rank in range(world_size):
+        pad = world.bytes(rank, world.layout.swap_pad, at.NUM_SWAP_CHANNELS * world_size * 4)
+        assert not bool(pad.any())
+        assert world.record(rank) is None
+
+
+def test_words() -> None:
+    from symmcomm.kernels.gpu.words import StoreWords
+
+    world, layout = world_of(3), MessageLayout.create(3)
+    words = (-1, 0, 1 << 40, 7, 5)
+    store = function(world, StoreWords(num=5))
+    world.launch(store, [(layout.slots + 8, words)] * 3)
+    for rank in range(3):
+        assert world.bytes(rank, layout.slots + 8, 40).view(torch.int64).tolist() == list(words)

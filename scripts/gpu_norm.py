@@ -109,7 +109,7 @@ def fused_table(rank: Rank, hidden: int, rounds: int, refused: dict[str, str], e
                     name = f"flashinfer {'one' if oneshot else 'two'}-shot{' pdl' * pdl}"
                     makers[name] = partial(theirs.case, problem, oneshot, pdl)
         for ctas in CTAS if tokens >= 128 else ():
-            few = select_norm.direct_shape(part, hidden, DType.bfloat16, num_sms(), ctas)
+            few = select_norm.direct_shape(part, hidden, DType.bfloat16, rank.world_size, num_sms(), ctas)
             makers[f"weave_{ctas}"] = partial(direct, problem, few, False)
         calls = checked(f"{tokens} tokens", makers, problem, refused)
         alone = chosen("all_reduce", num_bytes, rank.world_size, num_sms())
@@ -133,7 +133,7 @@ def sweep(rank: Rank, hidden: int, rounds: int, refused: dict[str, str]) -> dict
         }
         if tokens >= 128:
             part = select_norm.part_rows(tokens, rank.world_size)
-            shape = select_norm.direct_shape(part, hidden, DType.bfloat16, num_sms(), num_sms())
+            shape = select_norm.direct_shape(part, hidden, DType.bfloat16, rank.world_size, num_sms(), num_sms())
             makers["replicated " + shape_name(shape)] = partial(direct, problem, shape, True)
         us = measure(checked(f"{tokens} tokens", makers, problem, refused), num_bytes, rank, rounds)
         found[str(tokens)] = dict(sorted(us.items(), key=lambda item: item[1]))
@@ -264,7 +264,7 @@ def overlap_table(rank: Rank, rounds: int) -> dict[str, Any]:
     factor, beside = torch.zeros(hidden, hidden, device=rank.heap.device, dtype=BF16), torch.cuda.Stream()
     for tokens, ctas in ((1024, 16), (2048, 8), (2048, 16), (2048, 32), (4096, 16)):
         part = select_norm.part_rows(tokens, rank.world_size)
-        shape = select_norm.direct_shape(part, hidden, DType.bfloat16, num_sms(), ctas)
+        shape = select_norm.direct_shape(part, hidden, DType.bfloat16, rank.world_size, num_sms(), ctas)
         problem = Problem(rank, tokens, hidden)
         cases = [direct(problem, shape, False, start=half * tokens * hidden * 2) for half in range(2)]
         inputs = [torch.zeros_like(problem.sources[0]) for _ in cases]

@@ -138,13 +138,16 @@ def staged_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms:
     )
 
 
-def direct_shape(rows: int, hidden: int, dtype: DType, num_sms: int, max_ctas: int | None = None) -> RowLaunch:
-    """The kernel on symmetric memory, for that many rows on each rank. Few CTAs have more rows in flight each."""
+def direct_shape(
+    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, max_ctas: int | None = None
+) -> RowLaunch:
+    """The kernel on symmetric memory, for that many rows on each rank. A CTA has several in flight, where registers
+    hold them."""
     vectors = row_vectors(hidden, dtype)
     grid = max(1, min(rows, num_sms, _DIRECT_GRID if max_ctas is None else max_ctas))
     threads = min(1024, -(-vectors // 32) * 32)
     unroll = -(-vectors // threads)
-    batch = 1 if unroll > 1 or rows <= grid else 2
+    batch = 2 if world_size == 2 and unroll == 1 and rows > grid else 1
     return RowLaunch(form=Form.direct, grid=grid, threads=threads, unroll=unroll, rows=batch)
 
 
@@ -158,7 +161,7 @@ def choose_all_reduce_norm(
         if shape is not None:
             return shape
     if symmetric and world_size >= _TWO_SHOT_FROM:
-        return direct_shape(part_rows(rows, world_size), hidden, dtype, num_sms, num_sms)
+        return direct_shape(part_rows(rows, world_size), hidden, dtype, world_size, num_sms, num_sms)
     return staged_shape(rows, hidden, dtype, world_size, num_sms)
 
 

@@ -353,7 +353,7 @@ def test_direct_norm(world_size: int, variant: str) -> None:
         problem = Problem(dtype, rows, hidden, world_size, seed, variant != "no_residual", with_bias=bool(seed % 2))
         part = select_norm.part_rows(rows, world_size)
         for max_ctas in (1, 16):
-            shape = select_norm.direct_shape(part, hidden, dtype, world.num_sms, max_ctas)
+            shape = select_norm.direct_shape(part, hidden, dtype, world_size, world.num_sms, max_ctas)
             direct(world, problem, shape, variant, gap=[0, 8, 3][seed % 3])
 
 
@@ -368,7 +368,8 @@ def test_all_kinds_of_calls_in_one_stream(world_size: int) -> None:
         kind, scatter = chance.randrange(3), chance.random() < 0.5
         if kind == 2:
             part = select_norm.part_rows(problem.rows, world_size)
-            direct(world, problem, select_norm.direct_shape(part, problem.hidden, problem.dtype, 16), "gather", 0)
+            shape = select_norm.direct_shape(part, problem.hidden, problem.dtype, world_size, 16)
+            direct(world, problem, shape, "gather", 0)
         else:
             shape = chance.choice(shapes_of(world, problem, scatter))
             for rank, mine in enumerate(exchange(world, problem, shape, scatter)):
@@ -384,7 +385,7 @@ def test_a_rank_that_does_not_come(form: Form) -> None:
     problem = Problem(DType.bfloat16, 2, 8192, 2)
     mine = Tensors.create(problem)
     if form is Form.direct:
-        shape = select_norm.direct_shape(1, 8192, problem.dtype, world.num_sms)
+        shape = select_norm.direct_shape(1, 8192, problem.dtype, 2, world.num_sms)
         kernel: object = norm_instances.direct_norm(shape, problem.dtype, 2, world.arch_number, aligned=True)
         others = {"source": world.data, "output": world.data + (1 << 20)}
         given: tuple[object, ...] = (0, mine.arguments(**others), shape.grid)

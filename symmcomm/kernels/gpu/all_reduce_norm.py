@@ -205,7 +205,7 @@ class AllReduceNormStaged:
         """``grid``: at most NUM_STAGED_CHANNELS, and CTAs that fit the device at once; the same on all ranks. With
         ``scatter`` all tensors but the source hold the rank's part."""
         self.kernel(base, stride, rank, tensors).launch(
-            grid=(grid, 1, 1), block=(self.threads, 1, 1), use_pdl=self.pdl, stream=stream
+            grid=(grid, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, use_pdl=self.pdl, stream=stream
         )
 
     @cute.kernel

@@ -68,7 +68,7 @@ class AllReduceNormLL:
         the source hold the rank's part."""
         self.kernel(base, stride, rank, tensors).launch(
             grid=(grid, 1, 1), block=(self.threads, 1, 1), cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
-            use_pdl=self.pdl, stream=stream,
+            min_blocks_per_mp=1, use_pdl=self.pdl, stream=stream,
         )  # fmt: skip
 
     @cute.kernel

@@ -166,7 +166,7 @@ class ReduceScatterNorm:
         """Offsets from the start of each rank's heap are: ``source`` with ``reduce``, ``output`` and ``scales`` with
         ``gather``, ``new_residual`` with ``replicate``. ``grid``: CTAs that fit the device at once."""
         self.kernel(base, stride, rank, multicast_base, tensors).launch(
-            grid=(grid, 1, 1), block=(self.threads, 1, 1), use_pdl=self.pdl, stream=stream
+            grid=(grid, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, use_pdl=self.pdl, stream=stream
         )
 
     @cute.kernel

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.library import custom_op
@@ -32,10 +33,14 @@ def _symm_group(name: str) -> SymmProcessGroup:
     return group
 
 
-def _run(call: Callable[..., Pair], group_name: str, *arguments: object, **options: object) -> Pair:
-    """``call(comm, *arguments, **options)`` after all calls of the group that were made before."""
+def _run(call: Callable[..., Pair], group_name: str, input: torch.Tensor, *others: object) -> Pair:
+    """``call(comm, input, *others)`` after all calls of the group that were made before."""
+    group: Any = _symm_group(group_name)
+    if input.is_cuda:
+        group.side(input.device)  # opens it, or says that there is none
+        return call(group.comm, input, *others)
     results: list[Pair] = []
-    _symm_group(group_name).do(lambda comm: results.append(call(comm, *arguments, **options)))
+    group.do(lambda comm: results.append(call(comm, input, *others)))
     return results[0]
 
 

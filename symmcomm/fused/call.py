@@ -40,13 +40,14 @@ class Task:
         dtype: of all but ``out`` and ``scales``.
         rows: of all ranks together.
         scaled: whether there are scales; a rank without rows may have no address of any.
+        pdl: on a GPU, whether the kernel may start beside the one before it (programmatic dependent launch).
         first: number of the first of this rank's own rows.
         sharded: which of input, residual (with new_residual) and out (with scales) hold this rank's own rows only.
     """
 
     input = input_pitch = residual = residual_pitch = new_residual = new_residual_pitch = out = out_pitch = 0
     weight = bias = scales = first = 0
-    scaled = False
+    scaled = pdl = False
     sharded: tuple[str, ...] = ()
 
     def __init__(self, dtype: torch.dtype, rows: int, hidden: int, eps: float, weight_bias: float) -> None:
@@ -55,7 +56,17 @@ class Task:
 
 
 class Call:
-    """One call's arguments, given one after the other; then ``task`` is complete."""
+    """One call's arguments, given one after the other; then ``task`` is complete.
+
+    Attributes:
+        out, new_residual, scales: the results.
+        batch_offset: heap offset of input and out, where the caller knows that it is one on all ranks; else -1.
+    """
+
+    out: torch.Tensor
+    new_residual: torch.Tensor
+    scales: torch.Tensor | None = None
+    batch_offset = -1
 
     def __init__(
         self,
@@ -64,11 +75,13 @@ class Call:
         bias: torch.Tensor | None,
         eps: float,
         weight_bias: float,
+        launch_with_pdl: bool = False,
     ) -> None:
         self.input = check_input(input, "input")
         self.shape, self.dtype, self.device = input.shape, input.dtype, input.device
         hidden = self.shape[-1]
         task = self.task = Task(self.dtype, input.numel() // hidden, hidden, *check_numbers(eps, weight_bias))
+        task.pdl = launch_with_pdl
         task.input, task.input_pitch = input.data_ptr(), pitch_of(input, "input")
         self.others: list[tuple[str, torch.Tensor]] = []  # besides the input, of the rows that a result may replace
         self.results: list[tuple[str, torch.Tensor]] = []
@@ -102,7 +115,7 @@ class Call:
     def add_new_residual(self, new_residual: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
         """Where the new residual goes: the given tensor, or a new one."""
         new_residual = self._result(new_residual, "new_residual", shape, self.dtype)
-        self.task.new_residual = new_residual.data_ptr()
+        self.new_residual, self.task.new_residual = new_residual, new_residual.data_ptr()
         self.task.new_residual_pitch = pitch_of(new_residual, "new_residual")
         return new_residual
 
@@ -114,10 +127,10 @@ class Call:
             check_like(scales, "scales", (math.prod(shape[:-1]),), torch.float32, self.device)
             if not scales.is_contiguous():
                 raise ArgumentError(f"scales must be contiguous, its stride is {scales.stride(0)}")
-            self.task.scales, self.task.scaled = scales.data_ptr(), True
+            self.scales, self.task.scales, self.task.scaled = scales, scales.data_ptr(), True
             self.results.append(("scales", scales.view(-1, 1)))
         out = self._result(out, "out", shape, dtype)
-        self.task.out, self.task.out_pitch = out.data_ptr(), pitch_of(out, "out")
+        self.out, self.task.out, self.task.out_pitch = out, out.data_ptr(), pitch_of(out, "out")
         return out
 
     def _result(self, given: torch.Tensor | None, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -147,6 +160,7 @@ class Heads:
     """The q or the k of a call: checked, and as a task of one token's heads.
 
     Attributes:
+        source, weight_tensor, out: as given; out made if it was not.
         tokens, out_tokens: input and output; a row is a token, from its first head to its last.
     """
 
@@ -160,7 +174,7 @@ class Heads:
         weight_bias: float,
     ) -> None:
         head_dim = tensor.shape[-1]
-        self.name = name
+        self.name, self.source, self.weight_tensor = name, tensor, weight
         address = check_vector(weight, f"{name}_weight", head_dim, tensor.dtype, tensor.device)
         self.weight = Rows(address, weight.nbytes, weight.nbytes, 1)
         self.given = out is not None

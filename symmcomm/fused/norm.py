@@ -22,14 +22,20 @@ All functions take float32, float16 or bfloat16; sums and norms are in float32. 
     scales: float32, one a row. Then the normalised rows are float8_e4m3fn, each divided by its scale, the row's largest
         magnitude / 448 (1 for a row of zeros), which goes here.
 
+    launch_with_pdl: on a GPU from sm_90 up, the kernel may start beside the one before it in the stream (programmatic
+        dependent launch) and waits there for its end; ``weight`` and ``bias`` must be older than that one.
+
 What is sharded lies in slices of ⌈rows / world_size⌉ rows (``row_slice``), the last ones shorter or empty, as
 ``torch.chunk`` cuts. Ranks must agree on rows, hidden, dtype and whether there are scales; MismatchError otherwise, on
 all. A wrong argument raises ArgumentError or DTypeError on the calling rank. No gradients.
+
+On GPU tensors the calls go to the communicator's GPU side (``init(device=)``): they enqueue kernels on torch's current
+stream, can be captured in a CUDA graph once they have been called like that before, and do not compare what ranks pass.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -56,11 +62,32 @@ _FORMS = (
 """In the order of ``kernels.cpu.fused_norm``."""
 
 
-def _run(comm: Communicator, call: Call, kind: Kind) -> None:
+def _run(comm: Communicator, call: Call, kind: Kind, max_ctas: int = MAX_CTAS) -> None:
     call.check_aliases()
+    if call.input.is_cuda:
+        from symmcomm.fused import norm_gpu  # needs CuTe DSL, as a communicator's GPU side does
+
+        gpu = comm.gpu_on(call.device, "input")
+        if kind is Kind.all_reduce_rms_norm:
+            norm_gpu.all_reduce(gpu, call)
+        elif kind is Kind.reduce_scatter_rms_norm:
+            norm_gpu.reduce_scatter(gpu, call, max_ctas)
+        else:
+            norm_gpu.gather(gpu, call, max_ctas, kind is Kind.reduce_scatter_rms_norm_all_gather)
+        return
     task = call.task
     word = encode_norm(kind, task.dtype, task.hidden, task.scaled)
     norm_cpu.fused_norm(comm, task, word, _FORMS.index(kind))
+
+
+def _run_alone(call: Call) -> None:
+    call.check_aliases()
+    if call.input.is_cuda:
+        from symmcomm.fused import norm_gpu
+
+        norm_gpu.norm_rows(call)
+    else:
+        norm_cpu.norm_rows(call.task)
 
 
 def rms_norm(
@@ -72,12 +99,12 @@ def rms_norm(
     weight_bias: float = 0.0,
     out: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    launch_with_pdl: bool = False,
 ) -> torch.Tensor:
     """The normalised rows of ``input``, which may lie apart. No communication."""
-    call = Call(input, weight, bias, eps, weight_bias)
+    call = Call(input, weight, bias, eps, weight_bias, launch_with_pdl)
     out = call.add_out(out, call.shape, scales)
-    call.check_aliases()
-    norm_cpu.norm_rows(call.task)
+    _run_alone(call)
     return out
 
 
@@ -92,14 +119,14 @@ def add_rms_norm(
     out: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    launch_with_pdl: bool = False,
 ) -> Pair:
     """(normalised, new residual) of ``input + residual``, whose rows may lie apart. No communication."""
-    call = Call(input, weight, bias, eps, weight_bias)
+    call = Call(input, weight, bias, eps, weight_bias, launch_with_pdl)
     call.add_residual(residual, call.shape)
     new_residual = call.add_new_residual(new_residual, call.shape)
     out = call.add_out(out, call.shape, scales)
-    call.check_aliases()
-    norm_cpu.norm_rows(call.task)
+    _run_alone(call)
     return out, new_residual
 
 
@@ -127,8 +154,13 @@ def qk_norm(
     other = Heads("k", k, k_weight, k_out, eps, weight_bias)
     one.check_aliases(other)
     other.check_aliases(one)
-    for heads in (one, other):
-        norm_cpu.norm_rows(heads.task, heads.tokens.num, heads.tokens.pitch, heads.out_tokens.pitch)
+    if q.is_cuda:
+        from symmcomm.fused import norm_gpu
+
+        norm_gpu.qk_norm(one, other)
+    else:
+        for heads in (one, other):
+            norm_cpu.norm_rows(heads.task, heads.tokens.num, heads.tokens.pitch, heads.out_tokens.pitch)
     return one.out, other.out
 
 
@@ -144,6 +176,7 @@ def all_reduce_rms_norm(
     out: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    launch_with_pdl: bool = False,
 ) -> Pair:
     """(normalised, new residual) of the sum of all ranks' inputs: all rows, the same bits on every rank.
 
@@ -151,7 +184,7 @@ def all_reduce_rms_norm(
         input: contiguous; this rank's contribution to all rows.
         residual: all rows, the same on every rank.
     """
-    call = Call(input, weight, bias, eps, weight_bias)
+    call = Call(input, weight, bias, eps, weight_bias, launch_with_pdl)
     call.require_dense_input()
     call.add_residual(residual, call.shape)
     new_residual = call.add_new_residual(new_residual, call.shape)
@@ -173,6 +206,7 @@ def reduce_scatter_rms_norm_all_gather(
     out: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    launch_with_pdl: bool = False,
 ) -> Pair:
     """As ``all_reduce_rms_norm``, but the residual stays sharded by rows. TokenWeave's fused kernel.
 
@@ -185,13 +219,13 @@ def reduce_scatter_rms_norm_all_gather(
         All rows normalised, and this rank's rows of the new residual.
     """
     _check_ctas(max_ctas)
-    call = Call(input, weight, bias, eps, weight_bias)
+    call = Call(input, weight, bias, eps, weight_bias, launch_with_pdl)
     call.require_dense_input()
     own = call.shard(comm.rank, comm.world_size, "residual")
     call.add_residual(residual, own)
     new_residual = call.add_new_residual(new_residual, own)
     out = call.add_out(out, call.shape, scales)
-    _run(comm, call, Kind.reduce_scatter_rms_norm_all_gather)
+    _run(comm, call, Kind.reduce_scatter_rms_norm_all_gather, max_ctas)
     return out, new_residual
 
 
@@ -208,6 +242,7 @@ def reduce_scatter_rms_norm(
     out: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    launch_with_pdl: bool = False,
 ) -> Pair:
     """(normalised, new residual) of this rank's rows of the sum of all ranks' inputs (sequence parallel).
 
@@ -217,13 +252,13 @@ def reduce_scatter_rms_norm(
         max_ctas: as for ``reduce_scatter_rms_norm_all_gather``.
     """
     _check_ctas(max_ctas)
-    call = Call(input, weight, bias, eps, weight_bias)
+    call = Call(input, weight, bias, eps, weight_bias, launch_with_pdl)
     call.require_dense_input()
     own = call.shard(comm.rank, comm.world_size, "residual", "out")
     call.add_residual(residual, own)
     new_residual = call.add_new_residual(new_residual, own)
     out = call.add_out(out, own, scales)
-    _run(comm, call, Kind.reduce_scatter_rms_norm)
+    _run(comm, call, Kind.reduce_scatter_rms_norm, max_ctas)
     return out, new_residual
 
 
@@ -241,6 +276,7 @@ def rms_norm_all_gather(
     out: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
+    launch_with_pdl: bool = False,
 ) -> Pair:
     """All ranks' rows normalised, and this rank's rows of the new residual (without ``residual`` the input itself).
 
@@ -252,7 +288,7 @@ def rms_norm_all_gather(
         max_ctas: as for ``reduce_scatter_rms_norm_all_gather``.
     """
     _check_ctas(max_ctas)
-    call = Call(input, weight, bias, eps, weight_bias)
+    call = Call(input, weight, bias, eps, weight_bias, launch_with_pdl)
     num = call.task.rows
     call.task.rows = num * comm.world_size if rows is None else _check_rows(rows)
     own = call.shard(comm.rank, comm.world_size, "input", "residual")
@@ -264,7 +300,7 @@ def rms_norm_all_gather(
     elif new_residual is not None:
         raise ArgumentError("new_residual is given, residual is not: the new residual is the input")
     out = call.add_out(out, torch.Size((call.task.rows, call.task.hidden)), scales)
-    _run(comm, call, Kind.rms_norm_all_gather)
+    _run(comm, call, Kind.rms_norm_all_gather, max_ctas)
     return out, input if new_residual is None else new_residual
 
 
@@ -313,10 +349,23 @@ def fused_rs_ln_ag_cta(
     start = x.storage_offset() - rank * x.numel()
     batch = x.as_strided((world_size * num, hidden), (hidden, 1), start)
     flat = residual.view(num, hidden)
-    reduce_scatter_rms_norm_all_gather(
-        symm_mem_hdl._comm, batch, flat, weight, variance_epsilon, max_ctas=MAX_CTAs, out=batch, new_residual=flat
-    )
+    comm = _communicator_of(symm_mem_hdl)
+    _check_ctas(MAX_CTAs)
+    call = Call(batch, weight, None, variance_epsilon, 0.0)
+    own = call.shard(rank, world_size, "residual")
+    call.add_residual(flat, own)
+    call.add_new_residual(flat, own)
+    call.add_out(batch, call.shape, None)
+    if x.is_cuda:
+        call.batch_offset = comm.gpu_on(x.device, "x").offset_of(batch)
+    _run(comm, call, Kind.reduce_scatter_rms_norm_all_gather, MAX_CTAs)
     return x, residual
+
+
+def _communicator_of(handle: SymmetricHandle) -> Communicator:
+    side: Any = handle._side
+    comm: Communicator = getattr(side, "comm", side)
+    return comm
 
 
 def _check_ctas(max_ctas: int) -> None:

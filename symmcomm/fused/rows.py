@@ -27,6 +27,8 @@ def check_input(tensor: object, name: str) -> torch.Tensor:
     """Raises unless it is a tensor of a supported dtype whose last dimension, that of its rows, has a fit size."""
     _check_strided(tensor, name)
     assert isinstance(tensor, torch.Tensor)
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"{name} is on device {tensor.device}, expected cpu or cuda")
     if tensor.dtype not in DTYPES:
         raise DTypeError(f"{name} has dtype {tensor.dtype}; supported are {', '.join(map(str, DTYPES))}")
     if tensor.dim() == 0 or not 1 <= tensor.shape[-1] <= MAX_HIDDEN:

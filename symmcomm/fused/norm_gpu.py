@@ -77,7 +77,7 @@ def _direct(
     """The kernel on symmetric memory; ``parts``: reduce, residual, replicate."""
     (arch, number, _), (aligned, bias, quantize, pdl) = _device_of(index), options
     part = select_norm.part_rows(rows, world_size)
-    shape = select_norm.direct_shape(part, hidden, dtype, num_sms, max_ctas)
+    shape = select_norm.direct_shape(part, hidden, dtype, world_size, num_sms, max_ctas)
     kernel = norm_instances.direct_norm(
         shape, dtype, world_size, number, aligned=aligned, reduce=parts[0], residual=parts[1], replicate=parts[2],
         bias=bias, quantize=quantize, pdl=pdl,

@@ -44,6 +44,7 @@ from symmcomm.collectives.call import Kind, encode_norm
 from symmcomm.errors import ArgumentError
 from symmcomm.fused import norm_cpu
 from symmcomm.fused.call import Call, Heads, check_numbers, check_same
+from symmcomm.fused.norm_again import all_reduce_again, remember
 from symmcomm.fused.rows import check_input, check_like
 from symmcomm.memory.handle import SymmetricHandle
 
@@ -78,6 +79,8 @@ def _run(comm: Communicator, call: Call, kind: Kind, max_ctas: int = MAX_CTAS) -
     task = call.task
     word = encode_norm(kind, task.dtype, task.hidden, task.scaled)
     norm_cpu.fused_norm(comm, task, word, _FORMS.index(kind))
+    if kind is Kind.all_reduce_rms_norm:
+        remember(task, call.shape, word)
 
 
 def _run_alone(call: Call) -> None:
@@ -184,6 +187,10 @@ def all_reduce_rms_norm(
         input: contiguous; this rank's contribution to all rows.
         residual: all rows, the same on every rank.
     """
+    if residual is not None and bias is None and scales is None:
+        found = all_reduce_again(comm, input, residual, weight, eps, weight_bias, out, new_residual)
+        if found is not None:
+            return found
     call = Call(input, weight, bias, eps, weight_bias, launch_with_pdl)
     call.require_dense_input()
     call.add_residual(residual, call.shape)

@@ -34,7 +34,7 @@ _scratch = _Scratch()
 
 
 @cache
-def _entries(dtype: torch.dtype, has_residual: bool, keeps: bool, scaled: bool, has_bias: bool) -> tuple[int, int]:
+def entries(dtype: torch.dtype, has_residual: bool, keeps: bool, scaled: bool, has_bias: bool) -> tuple[int, int]:
     """Addresses of ``add`` and ``normalise``, compiled on first use (a second each)."""
     from symmcomm.kernels.cpu import norm
 
@@ -57,7 +57,7 @@ def _job(task: Task, call: int, form: int, groups: tuple[int, int, int]) -> int:
     """Address of the filled job; its fields are those of ``kernels.cpu.norm``, in their order. SOURCES is one word
     behind it; the collectives put their own there."""
     scratch, itemsize, first, sharded = _scratch, task.dtype.itemsize, task.first, task.sharded
-    add, normalise = _entries(task.dtype, task.residual != 0, task.new_residual != 0, task.scaled, task.bias != 0)
+    add, normalise = entries(task.dtype, task.residual != 0, task.new_residual != 0, task.scaled, task.bias != 0)
     tile = scratch.job + 8 * _JOB_WORDS
     source, residual, kept, out, scales = task.input, task.residual, task.new_residual, task.out, task.scales
     if "input" in sharded:
@@ -76,6 +76,16 @@ def _job(task: Task, call: int, form: int, groups: tuple[int, int, int]) -> int:
         task.eps, task.weight_bias, *groups, form,
     )  # fmt: skip
     return scratch.job
+
+
+def run_packed(comm: Communicator, fields: tuple[int, ...], eps: float, weight_bias: float) -> None:
+    """An all-reduce and norm whose job is given up to SOURCES."""
+    scratch = _scratch
+    tile = scratch.job + 8 * _JOB_WORDS
+    _JOB.pack_into(scratch.memory, 0, *fields, tile - 8, tile, eps, weight_bias, 1, 0, 0, 0)
+    status = _kernel("fused_norm", 2)(comm.ctx, scratch.job)
+    if status:
+        comm.fail(status)
 
 
 def norm_rows(task: Task, num_groups: int = 1, input_step: int = 0, out_step: int = 0) -> None:

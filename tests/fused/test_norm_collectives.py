@@ -27,7 +27,7 @@ from symmcomm.testing.spawn import run_ranks
 from tests.collectives.placements import PATHS, Arena, communicator
 from tests.fused.rows import DTYPES, EPS, Problem, check, check_scaled, expected, problem
 
-SHAPES = [(0, 8), (1, 8), (3, 5), (7, 64), (6, 2000), (2, 9001), (130, 96)]
+SHAPES = [(0, 8), (1, 8), (3, 5), (7, 64), (6, 1000), (2, 5001), (50, 96)]
 
 
 def sums_then_norms(comm: Communicator, p: Problem, x: torch.Tensor, arena: Arena, placement: str) -> torch.Tensor:
@@ -139,7 +139,7 @@ def large(world_size: int) -> None:
     """More than is done one-shot, and more than a chunk, at the sizes in force by default."""
     with communicator("") as comm:
         for dtype in (torch.float32, torch.bfloat16):
-            p = problem(97, 32768, dtype, world_size)
+            p = problem(33, 32768, dtype, world_size)
             arena = Arena(comm, p.residual.nbytes + 256)
             for placement in ("ordinary", "symmetric"):
                 x = arena.place(p.inputs[comm.rank], placement)
@@ -213,7 +213,17 @@ def bad_calls(x: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[Call, type[Sym
     yield lambda c: all_reduce_rms_norm(c, x, x[:, :7], w, EPS), ArgumentError, r"residual has shape \(4, 7\).*\(4, 8\)"
     yield lambda c: all_reduce_rms_norm(c, x, x, w.half(), EPS), DTypeError, "weight has dtype torch.float16.*float32"
     yield lambda c: all_reduce_rms_norm(c, x[:, :4], None, w[:4], EPS), ArgumentError, r"contiguous.*\(8, 1\)"
-    yield lambda c: all_reduce_rms_norm(c, x, x[:4], w, EPS, out=x, new_residual=x), ArgumentError, "overlaps"
+    big = torch.ones(8, 8)
+    for options in (
+        {"out": x, "new_residual": x},
+        {"out": big[:4], "new_residual": big[1:5]},
+        {"out": big[3:7]},
+        {"new_residual": big[1:5]},
+    ):
+        yield lambda c, o=options: all_reduce_rms_norm(c, x, big[2:6], w, EPS, **o), ArgumentError, "overlaps"
+    yield lambda c: all_reduce_rms_norm(c, big[:4], x, big[2], EPS, out=big[:4]), ArgumentError, "out overlaps weight"
+    yield lambda c: all_reduce_rms_norm(c, x, x.clone(), w, EPS, out=x.half()), DTypeError, "out has dtype"
+    yield lambda c: all_reduce_rms_norm(c, x, x.clone(), w, -1.0), ArgumentError, "eps=-1.0 is negative"
     for fused in (reduce_scatter_rms_norm_all_gather, reduce_scatter_rms_norm, rms_norm_all_gather):
         for ctas in (0, 65, 1.5):
             words = f"max_ctas={ctas} is n"
@@ -234,9 +244,11 @@ def bad_calls(x: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[Call, type[Sym
 def arguments() -> None:
     with communicator("") as comm:
         x, w = torch.ones(4, 8), torch.ones(8)
-        for call, kind, words in bad_calls(x, w):
-            with pytest.raises(kind, match=words):
-                call(comm)
+        for _ in range(2):  # before and after a right call that they are like
+            for call, kind, words in bad_calls(x, w):
+                with pytest.raises(kind, match=words):
+                    call(comm)
+            all_reduce_rms_norm(comm, x, x.clone(), w, EPS)
         assert torch.equal(all_reduce_rms_norm(comm, x, None, w, EPS)[1], 2 * x)
 
 

@@ -19,6 +19,7 @@ from symmcomm.kernels.gpu.norm import QKNormArguments
 from symmcomm.kernels.gpu.norm_row import NormArguments
 from symmcomm.schedule import select_norm
 from symmcomm.schedule.dtypes import DType
+from symmcomm.schedule.layout_gpu import Layout
 from symmcomm.schedule.select_norm import Form, RowLaunch
 
 EPS = 1e-5
@@ -241,16 +242,14 @@ def qk_norm(
 def shapes_to_try(tokens: int, hidden: int, world_size: int, num_sms: int) -> list[RowLaunch]:
     """LL and staged shapes that could be the best."""
     found: list[RowLaunch] = []
-    cells, vectors = hidden * 2 // 8, hidden * 2 // 16
+    vectors = hidden * 2 // 16
+    room = Layout.create(world_size).words_slot_bytes // 16
     for cluster in (1, 2, 4, 8):
         for unroll in (1, 2, 4):
-            threads = cells // unroll // cluster
-            room = select_norm.Layout.create(world_size).ll_slot_bytes // 16
-            if 128 <= threads <= 1024 and threads * unroll <= room and tokens * cluster <= num_sms:
+            threads = vectors // unroll // cluster
+            if 64 <= threads <= 1024 and threads * unroll <= room and tokens * cluster <= num_sms:
                 found.append(
-                    RowLaunch(
-                        form=Form.ll, grid=tokens * cluster, threads=threads, unroll=unroll, cluster=cluster
-                    )
+                    RowLaunch(form=Form.ll, grid=tokens * cluster, threads=threads, unroll=unroll, cluster=cluster)
                 )
     if tokens >= 16:
         for threads in (256, 512, 1024):

@@ -20,10 +20,8 @@ DTYPES = (DType.float32, DType.float16, DType.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 
 _VECTOR_BYTES = 16
-_CELL_BYTES = 16
-_PAYLOAD_BYTES = 8
 _CLUSTERS_FROM = 90
-_LL_BYTES = 1 << 19  # of all rows, up to which LL pays between two ranks
+_LL_BYTES = 2 << 20  # of all rows, up to which LL pays between two ranks
 _TWO_SHOT_FROM = 4  # ranks, from which on two shots send less
 _DIRECT_GRID = 64
 
@@ -42,7 +40,7 @@ class RowLaunch:
 
     Attributes:
         grid: CTAs. threads: a row (LL: a CTA). rows: of a CTA at a time.
-        unroll: vectors of 16 bytes a thread (staged: of each piece), or LL cells of 8.
+        unroll: vectors of 16 bytes a thread; staged: of each piece.
         cluster: CTAs a row, LL only.
         pieces, piece_vectors: chunks a row and vectors a chunk, staged only.
     """
@@ -106,13 +104,12 @@ def qk_norm_shape(num_heads: int, head_dim: int, dtype: DType, num_sms: int) -> 
 
 
 def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int) -> RowLaunch | None:
-    """The LL kernel for that many rows: as many CTAs a row, and as few cells a thread, as one wave allows."""
-    room = Layout.create(world_size).ll_slot_bytes // _CELL_BYTES
-    cells = -(-hidden * dtype.itemsize // _PAYLOAD_BYTES)
-    clusters = (8, 4, 2, 1) if arch >= _CLUSTERS_FROM else (1,)
+    """The LL kernel for that many rows: as many CTAs a row, and as few vectors a thread, as one wave allows."""
+    room = Layout.create(world_size).words_slot_bytes // _VECTOR_BYTES
+    vectors = row_vectors(hidden, dtype)
     for unroll in (1, 2, 4):
-        for cluster in clusters:
-            threads = -(-cells // (32 * unroll * cluster)) * 32
+        for cluster in (8, 4, 2, 1) if arch >= _CLUSTERS_FROM else (1,):
+            threads = -(-vectors // (32 * unroll * cluster)) * 32
             if cluster > 1 and threads < 128:
                 continue  # more warps pay more than more CTAs
             fits = threads <= 1024 and threads * unroll <= room

@@ -249,6 +249,22 @@ def test_exchange_norm_to_float8(world_size: int) -> None:
                     mine.check(f"rank {rank}: {shape} {rows}×{hidden}", part_of(problem, rank, scatter))
 
 
+@DTYPES
+def test_words_of_ones(dtype: DType) -> None:
+    """NaN with all bits set, in a word of its own, beside a number, and everywhere: it comes as NaN, and arrives."""
+    world, bits = world_of(2), {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    problem = Problem(dtype, 3, 256, 2)
+    for rank, (first, last) in enumerate(((0, 2), (3, 4))):
+        problem.sources[rank].view(bits)[0, first:last] = -1
+    problem.sources[0].view(bits)[1] = -1
+    problem.sources[0][2], problem.sources[1][2], problem.residual[2] = -0.0, -0.0, -0.0
+    for shape in shapes_of(world, problem, False):
+        for mine in exchange(world, problem, shape):
+            assert_same(mine.new_residual.flatten(), problem.new_residual.flatten(), str(shape))
+            assert bool(mine.output[:2].isnan().all())
+            assert bool((mine.output[2] == 0).all())
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 @DTYPES
 def test_accuracy(world_size: int, dtype: DType) -> None:

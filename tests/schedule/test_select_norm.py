@@ -18,8 +18,7 @@ NUM_SMS = (16, 66, 132)
 
 
 def holds_a_row(shape: RowLaunch, hidden: int, dtype: DType) -> bool:
-    unit = 8 if shape.form is Form.ll else 16
-    return shape.threads * shape.unroll * shape.cluster * shape.pieces * unit >= hidden * dtype.itemsize
+    return shape.threads * shape.unroll * shape.cluster * shape.pieces * 16 >= hidden * dtype.itemsize
 
 
 @pytest.mark.parametrize("dtype", select.DTYPES, ids=lambda d: d.name)
@@ -60,7 +59,7 @@ def test_exchanges(world_size: int, dtype: DType) -> None:
             if shape.form is Form.ll:
                 assert shape.grid <= NUM_CHANNELS
                 assert shape.grid % shape.cluster == 0
-                assert shape.threads * shape.unroll * 16 <= layout.ll_slot_bytes
+                assert shape.threads * shape.unroll * 16 <= layout.words_slot_bytes
                 assert shape.cluster == 1 or arch >= 90
             else:
                 assert shape.form is Form.staged

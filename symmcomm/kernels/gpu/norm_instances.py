@@ -41,8 +41,8 @@ def exchange_norm(
     """All-reduce, or with ``scatter`` reduce-scatter, and norm, of any tensors: the LL or the staged form."""
     if shape.form is Form.ll:
         return AllReduceNormLL(
-            dtype=dtype, world_size=world_size, arch=arch, threads=shape.threads, cells=shape.unroll,
-            cluster=shape.cluster, scatter=scatter, bias=bias, quantize=quantize, pdl=pdl,
+            dtype=dtype, world_size=world_size, arch=arch, threads=shape.threads, vectors=shape.unroll,
+            cluster=shape.cluster, aligned=aligned, scatter=scatter, bias=bias, quantize=quantize, pdl=pdl,
         )  # fmt: skip
     return AllReduceNormStaged(
         dtype=dtype, world_size=world_size, arch=arch, threads=shape.threads, vectors=shape.unroll,

@@ -28,7 +28,7 @@ from cutlass.cute.arch import inline_ptx
 
 from symmcomm.kernels.gpu.elements import Reduction, store_vector
 from symmcomm.kernels.gpu.primitives import multimem_st, pick, store
-from symmcomm.kernels.gpu.team import Team, add, largest, shared_scratch, tree
+from symmcomm.kernels.gpu.team import Team, add, largest, tree
 from symmcomm.schedule.dtypes import DType, Op
 
 VECTOR_BYTES = 16
@@ -229,7 +229,7 @@ class Rows:
     ) -> Rows:
         """Teams of ``threads`` of the CTA."""
         rows = cls(
-            math=math, team=Team(threads=threads, scratch=shared_scratch(threads)), arguments=arguments,
+            math=math, team=Team.create(threads), arguments=arguments,
             access=math.access(aligned, arguments.hidden), indices=indices, bias=bias,
         )  # fmt: skip
         return replace(rows, held=rows.weights(indices)) if len(indices) <= 2 else rows

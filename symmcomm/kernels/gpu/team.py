@@ -1,7 +1,8 @@
 """Threads of one or several CTAs that combine a number each: sums and maxima over a row.
 
 Within a warp by shuffles; over warps through shared memory, of all CTAs of the cluster if there are several. All
-threads combine the warps' numbers in the same order, so they all come to the same bits, on every rank.
+threads combine the warps' numbers in the same order, so they all come to the same bits, on every rank. A CTA of a
+cluster ends once the numbers of all have come, so nobody writes into its shared memory any more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.arch import inline_ptx
 
 from symmcomm.kernels.gpu.primitives import warp_reduce
@@ -39,11 +40,27 @@ def tree(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Team:
     """The threads that share a row: ``threads`` of a CTA (a power of two up to 32, or whole warps) in each of
-    ``cluster`` CTAs. ``scratch``: shared memory for ``scratch_size`` floats, unless they are part of one warp."""
+    ``cluster`` CTAs.
+
+    ``scratch``: shared memory for ``scratch_size`` floats, unless they are part of one warp. ``barriers``: two
+    mbarriers in shared memory, where there are several CTAs; then there are at most two turns.
+    """
 
     threads: int
     cluster: int = 1
     scratch: Any = None
+    barriers: Any = None
+
+    @classmethod
+    def create(cls, threads: int, cluster: int = 1) -> Team:
+        """With the shared memory that it needs."""
+        team = cls(threads=threads, cluster=cluster)
+        if team.scratch_size == 2:
+            return team
+        pointer = cute.arch.alloc_smem(Float32, team.scratch_size, alignment=16)
+        scratch = cute.make_tensor(pointer, cute.make_layout(team.scratch_size))
+        barriers = cute.arch.alloc_smem(Int64, 2, alignment=16) if cluster > 1 else None
+        return cls(threads=threads, cluster=cluster, scratch=scratch, barriers=barriers)
 
     @property
     def num_warps(self) -> int:
@@ -59,45 +76,59 @@ class Team:
         value = warp_reduce(value, how, min(self.threads, 32))
         if self.scratch_size == 2:
             return value
-        return _over_warps(value, how, Int32(turn), self)
+        if self.cluster == 1:
+            return _over_warps(value, how, Int32(turn), self)
+        return _over_cluster(value, how, turn, self)
 
 
 @cute.jit
 def _over_warps(value: Float32, how: cutlass.Constexpr, turn: Int32, team: cutlass.Constexpr) -> Any:
-    num, warp, lane = team.num_warps * team.cluster, cute.arch.warp_idx(), cute.arch.lane_idx()
-    half = (turn & 1) * num
-    if cutlass.const_expr(team.cluster == 1):
-        if lane == 0:
-            team.scratch[half + warp] = value
-        cute.arch.sync_threads()
-    else:
-        place = half + cute.arch.block_idx_in_cluster() * team.num_warps + warp
-        if lane < team.cluster:
-            store_in_cluster(team.scratch.iterator + place, lane, value)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-    if cutlass.const_expr(num <= 8):
+    half, scratch = (turn & 1) * team.num_warps, team.scratch
+    if cute.arch.lane_idx() == 0:
+        scratch[half + cute.arch.warp_idx()] = value
+    cute.arch.sync_threads()
+    return _combined(how, half, team)
+
+
+@cute.jit
+def _over_cluster(value: Float32, how: cutlass.Constexpr, turn: cutlass.Constexpr, team: cutlass.Constexpr) -> Any:
+    """Every warp stores its value at all CTAs; their mbarriers count the bytes. Nothing waits for stores to memory."""
+    half = turn * team.num_warps * team.cluster
+    place = half + cute.arch.block_idx_in_cluster() * team.num_warps + cute.arch.warp_idx()
+    lane = cute.arch.lane_idx()
+    if lane < team.cluster:
+        bits = value.bitcast(Int32)
+        cute.arch.store_async_dsmem(team.scratch.iterator + place, bits, team.barriers + turn, lane)
+    cute.arch.mbarrier_wait(team.barriers + turn, 0)
+    return _combined(how, Int32(half), team)
+
+
+def _combined(how: Callable[[Any, Any], Any], half: Any, team: Team) -> Any:
+    """``how`` of half the scratch, in the same order on all threads."""
+    num = team.scratch_size // 2
+    if num <= 8:
         return tree([team.scratch[half + i] for i in range(num)], how)
-    # Registers hold a row: so not all at once.
-    rest = Float32(0.0)
-    for i in cutlass.range_constexpr(0, num, 32):
-        if i + lane < num:
+    return _by_lanes(how, half, team)  # registers hold a row: so not all at once
+
+
+@cute.jit
+def _by_lanes(how: cutlass.Constexpr, half: Int32, team: cutlass.Constexpr) -> Any:
+    """Each lane combines every 32nd; then the warp's."""
+    rest, lane = Float32(0.0), cute.arch.lane_idx()
+    for i in cutlass.range_constexpr(0, team.scratch_size // 2, 32):
+        if i + lane < team.scratch_size // 2:
             rest = how(rest, team.scratch[half + i + lane])
     return warp_reduce(rest, how)
 
 
-def store_in_cluster(pointer: Any, cta: Any, value: Any) -> None:
-    """Stores a float at the same place of the shared memory of a CTA of the cluster."""
-    code = (
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, {$r0}, {$r1};\nst.shared::cluster.f32 [there], {$r2};\n}"
-    )
-    inline_ptx(code, read_only_args=[Uint32(pointer.toint()), Uint32(cta), value])
-
-
-def shared_scratch(threads: int, cluster: int = 1) -> Any:
-    """Shared memory for a ``Team``; None where it needs none."""
-    size = Team(threads=threads, cluster=cluster).scratch_size
-    if size == 2:
-        return None
-    pointer = cute.arch.alloc_smem(Float32, size, alignment=16)
-    return cute.make_tensor(pointer, cute.make_layout(size))
+@cute.jit
+def enter_cluster(team: cutlass.Constexpr) -> None:
+    """Prepares the mbarriers, and says so. All threads of the CTA, first of all; then ``cluster_wait`` before
+    ``combine``: a CTA's shared memory may be written once that one has started."""
+    if cute.arch.thread_idx()[0] == 0:
+        for turn in cutlass.range_constexpr(2):
+            cute.arch.mbarrier_init(team.barriers + turn, 1)
+        cute.arch.mbarrier_init_fence()
+        for turn in cutlass.range_constexpr(2):
+            cute.arch.mbarrier_arrive_and_expect_tx(team.barriers + turn, 4 * team.num_warps * team.cluster)
+    cute.arch.cluster_arrive()

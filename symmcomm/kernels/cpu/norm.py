@@ -64,23 +64,24 @@ def keeps_exactly(dtype: DType, parts: int) -> bool:
     return dtype is DType.float32 and bool(parts & KEEPS)
 
 
+@njit(inline="always")  # a function of ``build_add`` could not be cached
+def _finish(value, i, tile, kept, residual, dtype, has_residual, keeps, has_tile):  # type: ignore[no-untyped-def]
+    """Element i from the sum of its sources: t into the tile, the new residual where it is kept."""
+    exact, stored = value, rounded(value, dtype, _SUM)
+    if has_residual:
+        exact = combine(exact, load(residual, i, dtype, _SUM), dtype, _SUM)
+        stored = combine(stored, load(residual, i, dtype, _SUM), dtype, _SUM)
+    if has_tile:
+        store_accumulator(tile, i, exact, dtype, _SUM)
+    if keeps:
+        store(kept, i, stored, dtype, _SUM)
+
+
 def build_add(dtype: int, itemsize: int, parts: int, cached: bool = True) -> Any:
     """Compiles ``add(job, num, row, column, count) -> 0``: ``count`` elements of a row from ``column`` on, the sum of
     the ``num`` (≥ 1) sources at the job's SOURCES, each the address of the element at ``column``."""
     has_residual, keeps = bool(parts & WITH_RESIDUAL), bool(parts & KEEPS)
     has_tile = not keeps_exactly(DType(dtype), parts)
-
-    @njit
-    def finish(value, i, tile, kept, residual):  # type: ignore[no-untyped-def]
-        """Element i from the sum of its sources: t into the tile, the new residual where it is kept."""
-        exact, stored = value, rounded(value, dtype, _SUM)
-        if has_residual:
-            exact = combine(exact, load(residual, i, dtype, _SUM), dtype, _SUM)
-            stored = combine(stored, load(residual, i, dtype, _SUM), dtype, _SUM)
-        if has_tile:
-            store_accumulator(tile, i, exact, dtype, _SUM)
-        if keeps:
-            store(kept, i, stored, dtype, _SUM)
 
     @cfunc(types.int64(*[types.int64] * 5), cache=cached)
     def add(job, num, row, column, count):  # type: ignore[no-untyped-def]
@@ -92,13 +93,13 @@ def build_add(dtype: int, itemsize: int, parts: int, cached: bool = True) -> Any
         first = load_i64(sources)
         if num == 1:
             for i in range(count):
-                finish(load(first, i, dtype, _SUM), i, tile, kept, residual)
+                _finish(load(first, i, dtype, _SUM), i, tile, kept, residual, dtype, has_residual, keeps, has_tile)
             return 0
         second = load_i64(sources + 8)
         if num == 2:
             for i in range(count):
                 value = combine(load(first, i, dtype, _SUM), load(second, i, dtype, _SUM), dtype, _SUM)
-                finish(value, i, tile, kept, residual)
+                _finish(value, i, tile, kept, residual, dtype, has_residual, keeps, has_tile)
             return 0
         for start in range(0, count, TILE_ELEMENTS):
             n, part, to = min(TILE_ELEMENTS, count - start), start * itemsize, tile + 4 * start
@@ -113,10 +114,19 @@ def build_add(dtype: int, itemsize: int, parts: int, cached: bool = True) -> Any
             last = load_i64(sources + 8 * (num - 1)) + part
             for i in range(n):
                 value = combine(load_accumulator(to, i, dtype, _SUM), load(last, i, dtype, _SUM), dtype, _SUM)
-                finish(value, i, to, kept + part, residual + part)
+                _finish(value, i, to, kept + part, residual + part, dtype, has_residual, keeps, has_tile)
         return 0
 
     return add
+
+
+@njit(inline="always")
+def _normal(tile, i, factor, weight, weight_bias, bias, dtype, has_bias):  # type: ignore[no-untyped-def]
+    """Element i of the output, in the type of ``factor`` and ``weight_bias``."""
+    value = load_accumulator(tile, i, dtype, _SUM) * factor * (load(weight, i, dtype, _SUM) + weight_bias)
+    if has_bias:
+        value = value + load(bias, i, dtype, _SUM)
+    return np.float32(value)
 
 
 def build_normalise(dtype: int, out_dtype: int, has_bias: bool, from_kept: bool, cached: bool = True) -> Any:
@@ -124,15 +134,7 @@ def build_normalise(dtype: int, out_dtype: int, has_bias: bool, from_kept: bool,
     ``out_dtype``."""
     scaled = out_dtype == DType.float8_e4m3fn
 
-    real = np.float64 if dtype == DType.float32 else np.float32  # of the last products: one rounding for float32 too
-
-    @njit
-    def normal(tile, i, factor, weight, weight_bias, bias):  # type: ignore[no-untyped-def]
-        scaled_weight = real(load(weight, i, dtype, _SUM)) + weight_bias
-        value = real(load_accumulator(tile, i, dtype, _SUM)) * factor * scaled_weight
-        if has_bias:
-            value += real(load(bias, i, dtype, _SUM))
-        return np.float32(value)
+    real = types.float64 if dtype == DType.float32 else types.float32  # of the products: one rounding for float32 too
 
     @cfunc(types.int64(types.int64, types.int64), cache=cached)
     def normalise(job, row):  # type: ignore[no-untyped-def]
@@ -147,15 +149,15 @@ def build_normalise(dtype: int, out_dtype: int, has_bias: bool, from_kept: bool,
         factor = real(1.0 / sqrt(np.float64(total) / hidden + load(job, EPS, _FLOAT64, _SUM)))
         if not scaled:
             for i in range(hidden):
-                store(out, i, normal(tile, i, factor, weight, weight_bias, bias), out_dtype, _SUM)
+                store(out, i, _normal(tile, i, factor, weight, weight_bias, bias, dtype, has_bias), out_dtype, _SUM)
             return 0
         largest = types.int32(0)
         for i in range(hidden):
-            largest = larger_magnitude(largest, normal(tile, i, factor, weight, weight_bias, bias))
+            largest = larger_magnitude(largest, _normal(tile, i, factor, weight, weight_bias, bias, dtype, has_bias))
         scale = as_float(largest) / np.float32(_E4M3_MAX) if largest != 0 else np.float32(1.0)
         store(load_i64(job + 8 * SCALES), row, scale, _FLOAT32, _SUM)
         for i in range(hidden):
-            store(out, i, normal(tile, i, factor, weight, weight_bias, bias) / scale, out_dtype, _SUM)
+            store(out, i, _normal(tile, i, factor, weight, weight_bias, bias, dtype, has_bias) / scale, out_dtype, _SUM)
         return 0
 
     return normalise

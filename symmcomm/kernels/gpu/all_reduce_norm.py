@@ -8,6 +8,12 @@ world_size - 1 times the data. With two ranks it is what any all-reduce must sen
 With ``scatter`` rank r gets rows r · c up to (r + 1) · c of the sum, c = ⌈rows / world_size⌉, and only those are sent
 to it. Rows that are missing in the last parts have chunks of nothing: all ranks have the same number.
 
+A signal says that everything before it has arrived, so who sends one waits for that, while the link runs empty. Hence
+a warp of its own, the *signaller*: the workers go on, and leave signal j to it at hardware barrier j mod DEPTH. Do they
+come back to that barrier only after it has been there? At step k, where they leave signal k + 1, they have heard signal
+k + 1 - AHEAD of the peers; these left it after step k - AHEAD, where they had heard our signal k + 1 - 2 · AHEAD. So
+that was sent: the signaller has been at the barrier of signal k + 1 - DEPTH, which is the same.
+
 Tensors are ordinary ones. Outputs may be the inputs: a row has been pushed before it is written.
 """
 
@@ -21,7 +27,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from symmcomm.kernels.gpu.barrier import arrive
 from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
 from symmcomm.kernels.gpu.norm_row import (
     VECTOR_BYTES,
@@ -32,12 +37,14 @@ from symmcomm.kernels.gpu.norm_row import (
     load_or_zero,
     placeholders,
 )
-from symmcomm.kernels.gpu.primitives import pick, store
-from symmcomm.kernels.gpu.staged import hear, start
+from symmcomm.kernels.gpu.primitives import pick, signal, store, wait
+from symmcomm.kernels.gpu.team import TEAM_BARRIER, Team
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import AHEAD, Layout
+from symmcomm.schedule.layout_gpu import AHEAD, DEPTH, Layout, Phase
 
 _NOWHERE = 1 << 26  # a vector past the end of any row
+_SIGNALLERS = 32  # threads of the signaller
+_SIGNAL_BARRIERS = TEAM_BARRIER + 1  # the first of DEPTH
 
 
 def index_of(inside: Any, piece: Any, piece_vectors: int) -> Any:
@@ -55,6 +62,7 @@ class RowExchange:
     vectors: int  # a thread and piece
     piece_vectors: int
     scatter: bool
+    stop: Any  # i32 in shared memory
 
     @property
     def threads(self) -> int:
@@ -136,10 +144,14 @@ class RowExchange:
 
     @cute.jit
     def run(self, epoch: Uint32, num_rows: Int32) -> None:
-        """All rows of the CTA, after ``staged.start``."""
+        """The workers' part: all rows of the CTA."""
         given, per_vector = self.rows.arguments, self.rows.math.per_vector
         kept = cute.make_rmem_tensor((self.pieces * self.vectors * per_vector,), Float32)
         turn, met, total = Int32(0), Boolean(True), num_rows * self.pieces
+        self.tell_signaller(0)
+        for chunk in cutlass.range_constexpr(AHEAD):
+            self.push(Int32(chunk), epoch + Uint32(chunk))
+        self.hand_over(0)
         while turn < num_rows and met:
             for piece in cutlass.range_constexpr(self.pieces):
                 chunk = turn * self.pieces + piece
@@ -147,18 +159,56 @@ class RowExchange:
                 _, exists = self.row_of(0, turn)
                 old = self.load(given.residual, given.residual_pitch, self.row_number(turn), exists, piece)
                 if met:
-                    met = hear(self.ctx, epoch, chunk)
-                if met:
-                    if chunk + AHEAD < total:
+                    met = self.hear(epoch, chunk)
+                    if not met:
+                        self.tell_signaller(1)
+                    if met and chunk + AHEAD < total:
                         self.push(chunk + AHEAD, epoch + Uint32(chunk + AHEAD))
-                    values = self.take(own, old, turn, piece, epoch + Uint32(chunk))
-                    for i, value in enumerate(values):
-                        kept[piece * self.vectors * per_vector + i] = value
+                    if met:
+                        values = self.take(own, old, turn, piece, epoch + Uint32(chunk))
+                        for i, value in enumerate(values):
+                            kept[piece * self.vectors * per_vector + i] = value
                     if chunk + AHEAD < total:
-                        arrive(self.ctx, block(), epoch + 2 + Uint32(chunk))
+                        self.hand_over(chunk + 1)
             if met:
                 self.write(kept, turn)
             turn += 1
+
+    @cute.jit
+    def hear(self, epoch: Uint32, chunk: Int32) -> Any:
+        """``staged.hear`` by the workers."""
+        ctx, peer, met = self.ctx, thread(), Boolean(True)
+        if peer < ctx.world_size and peer != ctx.rank:
+            number = pick(chunk < AHEAD, Int32(0), chunk - (AHEAD - 1))
+            phase = pick(chunk < AHEAD, Int32(Phase.enter), Int32(Phase.data))
+            word = ctx.pad(ctx.rank, block(), peer)
+            met = wait(ctx.state, ctx.rank, word, epoch + 1 + Uint32(number), peer, block(), phase)
+        return self.rows.team.agree(met)
+
+    def hand_over(self, number: Any) -> None:
+        """Leaves it to the signaller to send a signal, for all that the workers did before."""
+        barrier = _SIGNAL_BARRIERS + Int32(number) % DEPTH
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=self.threads + _SIGNALLERS)
+
+    @cute.jit
+    def tell_signaller(self, stop: cutlass.Constexpr) -> None:
+        """With the next hand-over: whether it is to end."""
+        word = self.stop
+        if thread() == 0:
+            word[0] = Int32(stop)
+
+    @cute.jit
+    def send_signals(self, epoch: Uint32, total: Int32) -> None:
+        """The signaller's part: signal 0, and one for each chunk but the first AHEAD."""
+        ctx, word, number, peer = self.ctx, self.stop, Int32(0), thread() - self.threads
+        num, stop = pick(total < AHEAD, Int32(1), total - (AHEAD - 1)), Int32(0)
+        while number < num and stop == 0:
+            barrier = _SIGNAL_BARRIERS + number % DEPTH
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=self.threads + _SIGNALLERS)
+            stop = word[0]
+            if peer < ctx.world_size and peer != ctx.rank and stop == 0:
+                signal(ctx.pad(peer, block(), ctx.rank), epoch + 1 + Uint32(number))
+            number += 1
 
     def write(self, kept: Any, turn: Any) -> None:
         """Norms and stores the CTA's row, whose values are ``kept``."""
@@ -205,25 +255,27 @@ class AllReduceNormStaged:
         """``grid``: at most NUM_STAGED_CHANNELS, and CTAs that fit the device at once; the same on all ranks. With
         ``scatter`` all tensors but the source hold the rank's part."""
         self.kernel(base, stride, rank, tensors).launch(
-            grid=(grid, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1, use_pdl=self.pdl, stream=stream
+            grid=(grid, 1, 1), block=(self.threads + _SIGNALLERS, 1, 1), min_blocks_per_mp=1, use_pdl=self.pdl, stream=stream
         )
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, tensors: NormArguments) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
         math = Math(dtype=self.dtype, world_size=self.world_size, arch=self.arch, quantize=self.quantize)
-        rows = Rows.create(math, self.threads, self._indices(), self.aligned, self.bias, tensors)
+        rows = Rows.create(math, Team.create(self.threads, named=True), self._indices(), self.aligned, self.bias, tensors)
         job = RowExchange(
             ctx=ctx, rows=rows, pieces=self.pieces, vectors=self.vectors, piece_vectors=self.piece_vectors,
-            scatter=self.scatter,
+            scatter=self.scatter, stop=cute.make_tensor(cute.arch.alloc_smem(Int32, 1), cute.make_layout(1)),
         )  # fmt: skip
         after_previous_kernel(self.pdl)
         in_order, epoch = begin(ctx, block())
         grid = cute.arch.grid_dim()[0]
         num_rows = (job.part_rows - block() + (grid - 1)) // grid
         if in_order and num_rows > 0:
-            start(ctx, epoch, job)
-            job.run(epoch, num_rows)
+            if thread() < self.threads:
+                job.run(epoch, num_rows)
+            else:
+                job.send_signals(epoch, num_rows * self.pieces)
             end(ctx, block(), epoch + Uint32(num_rows * self.pieces))
 
     def _indices(self) -> list[Any]:

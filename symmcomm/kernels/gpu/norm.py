@@ -67,7 +67,7 @@ class RMSNorm:
     def kernel(self, tensors: NormArguments) -> None:
         math = Math(dtype=self.dtype, world_size=1, arch=self.arch, quantize=self.quantize)
         indices = [thread() % self.threads + v * self.threads for v in range(self.vectors)]
-        rows = Rows.create(math, self.threads, indices, self.aligned, self.bias, tensors)
+        rows = Rows.create(math, Team.create(self.threads), indices, self.aligned, self.bias, tensors)
         after_previous_kernel(self.pdl)
         first, turn = block() * self.rows, Int32(0)
         while first < opaque(Int64(tensors.rows)):
@@ -159,12 +159,13 @@ class QKNorm:
     @cute.jit
     def __call__(self, tensors: QKNormArguments, grid: Int32, stream: cuda.CUstream) -> None:
         """``grid`` · warps · (32 / lanes) · heads ≥ tokens · (query_heads + key_heads)."""
-        self.kernel(tensors).launch(
+        per_token = cute.fast_divmod_create_divisor_v2(tensors.query_heads + tensors.key_heads)
+        self.kernel(tensors, per_token).launch(
             grid=(grid, 1, 1), block=(32 * self.warps, 1, 1), use_pdl=self.pdl, stream=stream
         )
 
     @cute.kernel
-    def kernel(self, tensors: QKNormArguments) -> None:
+    def kernel(self, tensors: QKNormArguments, per_token: cute.FastDivmodDivisorV2) -> None:
         math = Math(dtype=self.dtype, world_size=1, arch=self.arch)
         access = math.access(self.aligned, Int32(self.head_dim))
         lane, team = thread() % self.lanes, thread() // self.lanes
@@ -176,7 +177,7 @@ class QKNorm:
         ]
         after_previous_kernel(self.pdl)
         first = block() * (teams * self.heads) + team
-        heads = [self._head(tensors, first + h * teams) for h in range(self.heads)]
+        heads = [self._head(tensors, per_token, first + h * teams) for h in range(self.heads)]
         loaded = [[access.load(head.source, i, head.live) for i in indices] for head in heads]
         for head, words in zip(heads, loaded, strict=True):
             values = [math.sum_of([w]) for w in words]
@@ -188,15 +189,15 @@ class QKNorm:
                 scaled = math.normalised(vector, inverse, [weight[4 * v : 4 * v + 4]], tensors.weight_bias)
                 access.store(head.output, i, math.narrow(scaled), head.live)
 
-    def _head(self, tensors: QKNormArguments, number: Any) -> Head:
+    def _head(self, tensors: QKNormArguments, per_token: Any, number: Any) -> Head:
         """Head ``number``, counted over the query's heads of a token, then the key's, then the next token's."""
-        per_token = tensors.query_heads + tensors.key_heads
-        token, head = Int64(number // per_token), number % per_token
+        token, head = divmod(Int32(number), per_token)
+        token = Int64(token)
         is_query = head < tensors.query_heads
         query, key = Int64(head), Int64(head - tensors.query_heads)
         t = tensors
         return Head(
-            live=number < tensors.tokens * per_token,
+            live=token < tensors.tokens,
             is_query=is_query,
             source=pick(
                 is_query,

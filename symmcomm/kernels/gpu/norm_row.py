@@ -117,10 +117,14 @@ class Math:
 
 
 def inverse_root(squares: Any, hidden: Any, eps: Any) -> Any:
-    """1 / sqrt(squares / hidden + eps), each step correctly rounded."""
+    """1 / sqrt(squares / hidden + eps), off by little more than half a unit: the hardware's and one step of Newton's,
+    for which its own product is known exactly."""
     code = (
-        "{\n.reg .f32 mean;\ndiv.rn.f32 mean, {$r0}, {$r1};\nadd.rn.f32 mean, mean, {$r2};\n"
-        "sqrt.rn.f32 mean, mean;\nrcp.rn.f32 {$w0}, mean;\n}"
+        "{\n.reg .f32 v, r, half, p, low, e, better;\n.reg .pred finite;\nrcp.rn.f32 v, {$r1};\n"
+        "fma.rn.f32 v, {$r0}, v, {$r2};\nrsqrt.approx.f32 r, v;\nmul.rn.f32 p, v, r;\nneg.f32 low, p;\n"
+        "fma.rn.f32 low, v, r, low;\nneg.f32 p, p;\nfma.rn.f32 e, p, r, 0f3F800000;\nneg.f32 low, low;\n"
+        "fma.rn.f32 e, low, r, e;\nmul.rn.f32 half, r, 0f3F000000;\nfma.rn.f32 better, half, e, r;\n"
+        "testp.finite.f32 finite, better;\nselp.f32 {$w0}, better, r, finite;\n}"
     )
     return inline_ptx(code, write_only_types=[Float32], read_only_args=[squares, Float32(hidden), eps])
 
@@ -225,11 +229,11 @@ class Rows:
 
     @classmethod
     def create(
-        cls, math: Math, threads: int, indices: list[Any], aligned: bool, bias: bool, arguments: NormArguments
+        cls, math: Math, team: Team, indices: list[Any], aligned: bool, bias: bool, arguments: NormArguments
     ) -> Rows:
-        """Teams of ``threads`` of the CTA."""
+        """Rows for a team."""
         rows = cls(
-            math=math, team=Team.create(threads), arguments=arguments,
+            math=math, team=team, arguments=arguments,
             access=math.access(aligned, arguments.hidden), indices=indices, bias=bias,
         )  # fmt: skip
         return replace(rows, held=rows.weights(indices)) if len(indices) <= 2 else rows

@@ -35,6 +35,7 @@ from symmcomm.kernels.gpu.norm_row import (
     placeholders,
 )
 from symmcomm.kernels.gpu.primitives import multimem_st, opaque, pick
+from symmcomm.kernels.gpu.team import Team
 from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.layout_gpu import Layout, Phase
 
@@ -174,7 +175,7 @@ class ReduceScatterNorm:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
         math = Math(dtype=self.dtype, world_size=self.world_size, arch=self.arch, quantize=self.quantize)
         indices = [thread() + v * self.threads for v in range(self.vectors)]
-        rows = Rows.create(math, self.threads, indices, self.aligned, self.bias, tensors)
+        rows = Rows.create(math, Team.create(self.threads), indices, self.aligned, self.bias, tensors)
         per_rank = (tensors.rows + (self.world_size - 1)) // self.world_size
         first = rank * per_rank
         left = tensors.rows - first

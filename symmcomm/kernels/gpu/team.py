@@ -8,15 +8,18 @@ cluster ends once the numbers of all have come, so nobody writes into its shared
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass._mlir.dialects import nvvm
 from cutlass.cute.arch import inline_ptx
 
 from symmcomm.kernels.gpu.primitives import warp_reduce
+
+TEAM_BARRIER = 1
 
 
 def add(x: Any, y: Any) -> Any:
@@ -43,24 +46,26 @@ class Team:
     ``cluster`` CTAs.
 
     ``scratch``: shared memory for ``scratch_size`` floats, unless they are part of one warp. ``barriers``: two
-    mbarriers in shared memory, where there are several CTAs; then there are at most two turns.
+    mbarriers in shared memory, where there are several CTAs; then there are at most two turns. ``named``: there are other
+    threads in the CTA, so barriers are the hardware's TEAM_BARRIER and not that of all threads.
     """
 
     threads: int
     cluster: int = 1
     scratch: Any = None
     barriers: Any = None
+    named: bool = False
 
     @classmethod
-    def create(cls, threads: int, cluster: int = 1) -> Team:
+    def create(cls, threads: int, cluster: int = 1, named: bool = False) -> Team:
         """With the shared memory that it needs."""
-        team = cls(threads=threads, cluster=cluster)
+        team = cls(threads=threads, cluster=cluster, named=named)
         if team.scratch_size == 2:
             return team
         pointer = cute.arch.alloc_smem(Float32, team.scratch_size, alignment=16)
         scratch = cute.make_tensor(pointer, cute.make_layout(team.scratch_size))
         barriers = cute.arch.alloc_smem(Int64, 2, alignment=16) if cluster > 1 else None
-        return cls(threads=threads, cluster=cluster, scratch=scratch, barriers=barriers)
+        return replace(team, scratch=scratch, barriers=barriers)
 
     @property
     def num_warps(self) -> int:
@@ -69,6 +74,11 @@ class Team:
     @property
     def scratch_size(self) -> int:
         return 2 * self.num_warps * self.cluster
+
+    def agree(self, flag: Any) -> Any:
+        """Barrier of a ``named`` team; true on all if ``flag`` was on all."""
+        kind, number, count = nvvm.BarrierReduxKind.AND, Int32(TEAM_BARRIER).ir_value(), Int32(self.threads).ir_value()
+        return Boolean(nvvm.barrier_cta_red(Boolean(flag).ir_value(), number, kind, thread_count=count, aligned=True))
 
     def combine(self, value: Any, how: Callable[[Any, Any], Any], turn: Any) -> Any:
         """``how`` of the threads' values (of which 0 changes nothing), the same bits on all of them. All call it, with
@@ -86,7 +96,10 @@ def _over_warps(value: Float32, how: cutlass.Constexpr, turn: Int32, team: cutla
     half, scratch = (turn & 1) * team.num_warps, team.scratch
     if cute.arch.lane_idx() == 0:
         scratch[half + cute.arch.warp_idx()] = value
-    cute.arch.sync_threads()
+    if cutlass.const_expr(team.named):
+        cute.arch.barrier(barrier_id=TEAM_BARRIER, number_of_threads=team.threads)
+    else:
+        cute.arch.sync_threads()
     return _combined(how, half, team)
 
 

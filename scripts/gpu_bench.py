@@ -12,7 +12,8 @@ a sleep (so that all is enqueued in time) and a barrier on the GPUs (so that all
 median over the rounds of the slowest rank's time a call. Implementations take turns, a round each. Buffers hold zeros
 while they are timed. ``eager``: host time of one call in a loop of 300, nothing captured.
 
-The floor is a launch, one way over the link, and the bytes at 364 GB/s. NVLink multicast stays off: the variables that
+The floor is a launch, one way over the link, and the bytes at the rate of a kernel that only stores, measured in the
+same run. NVLink multicast stays off: the variables that
 forbid it are set for the ranks, whatever the caller has set.
 """
 
@@ -26,6 +27,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -44,12 +46,14 @@ from gpu_cases import (
     cases,
     chosen,
     ours,
+    pushing,
     shape_name,
     shapes_to_try,
 )
 
 from symmcomm.schedule import layout_gpu as at
 from symmcomm.schedule.layout_gpu import Layout
+from symmcomm.schedule.select_gpu import Launch
 
 FORBID_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
@@ -63,14 +67,17 @@ SIZES = {
     "all_gather": [8 * KI, 128 * KI, 2 * MI, 32 * MI, 512 * MI],
     "all_to_all": [448 * KI, 3584 * KI, 28 * MI, 112 * MI],
 }
-SWEEP_SIZES = {
-    "all_reduce": [512 * KI, MI, 2 * MI, 8 * MI, 32 * MI, 128 * MI],
-    "reduce_scatter": [128 * KI, MI, 2 * MI, 32 * MI],
-    "all_gather": [128 * KI, MI, 2 * MI, 32 * MI],
-    "all_to_all": [448 * KI, 3584 * KI, 112 * MI],
-}
-PEERS = ("nccl", "nccl_symm", "torch_one_shot", "torch_two_shot")
-LAUNCH_US, ONE_WAY_US, PUSH_BYTES_PER_US = 0.64, 1.22, 364e3  # LIMITS.md
+SWEEP = (  # the ones that matter most come first
+    ("all_reduce", MI), ("all_reduce", 512 * KI), ("all_reduce", 2 * MI), ("all_reduce", 128 * KI), ("all_reduce", KI),
+    ("reduce_scatter", 32 * MI), ("all_gather", 32 * MI), ("all_reduce", 32 * MI), ("all_reduce", 128 * MI),
+    ("all_gather", 512 * MI), ("all_to_all", 112 * MI), ("reduce_scatter", 2 * MI), ("all_gather", 2 * MI),
+    ("all_reduce", 8 * MI), ("all_to_all", 3584 * KI), ("all_to_all", 28 * MI), ("reduce_scatter", 128 * KI),
+    ("all_to_all", 448 * KI),
+)  # fmt: skip
+PEERS = ("nccl", "nccl_symm", "torch_two_shot", "torch_one_shot")
+LAUNCH_US, ONE_WAY_US = 0.64, 1.22  # LIMITS.md
+COLUMNS = " ".join(f"{name:>8}" for name in ("ordinary", "nccl", "symm", "two", "one"))
+HEADER = f"{'bytes':>10} {'ours':>8} {'shape':>26} {COLUMNS}  xNCCL  xbest  /floor"
 
 
 _gloo: list[Any] = []
@@ -140,14 +147,15 @@ def eager_us(call: Call) -> float:
 def table(rank: Rank, arguments: argparse.Namespace) -> dict[str, Any]:
     """The comparison; rank 0 prints it as it goes."""
     say = print if rank.rank == 0 else (lambda *_, **__: None)
-    report: dict[str, Any] = {"refused": {}}
+    report: dict[str, Any] = {"refused": {}, "bytes_per_us": link_rate(rank, arguments.rounds)}
+    say(f"push, GB/s a direction: {report['bytes_per_us'] / 1e3:.1f}")
     nccl = Nccl()
     for collective in arguments.collectives:
         report[collective] = []
-        say(f"{collective}\n{'bytes':>10} {'ours':>8} {'shape':>26} {'ordinary':>8} {'nccl':>8} {'symm':>8} {'one':>8} "
-            f"{'two':>8}  xNCCL  xbest  /floor")  # fmt: skip
+        say(collective, HEADER, sep="\n")
         for num_bytes in arguments.sizes or SIZES[collective]:
             row = compare(rank, collective, num_bytes, nccl, arguments.rounds, report["refused"])
+            row["floor_us"] = LAUNCH_US + ONE_WAY_US + row["on_wire"] / report["bytes_per_us"]
             report[collective].append(row)
             say(line(row), flush=True)
     barriers = {protocol: barrier_of(rank, protocol) for protocol in ("epoch", "cas")}
@@ -165,11 +173,15 @@ def table(rank: Rank, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(
-    rank: Rank, collective: str, num_bytes: int, nccl: Nccl, rounds: int, refused: dict[str, str]
-) -> dict[str, Any]:
-    """One line of a table."""
+    rank: Rank, collective: str, num_bytes: int, nccl: Nccl, rounds: int, refused: dict[str, str],
+    shape: Launch | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """One line of a table; ``shape``: of ours, else what the library chooses."""
     calls: dict[str, Call] = {}
-    for name, make in cases(rank, collective, num_bytes, num_sms(), nccl).items():
+    made = cases(rank, collective, num_bytes, num_sms(), nccl)
+    if shape is not None:
+        made["ours"] = partial(ours, rank, collective, num_bytes, shape)
+    for name, make in made.items():
         try:
             case: Case = make()
             right = all(gather(case.is_right(collective, rank, meet)))
@@ -183,11 +195,10 @@ def compare(
             calls[name] = case.call
         else:
             refused[f"{collective} {name} {num_bytes}"] = "wrong result"
-    shape = chosen(collective, num_bytes, rank.world_size, num_sms())
+    shape = shape or chosen(collective, num_bytes, rank.world_size, num_sms())
     on_wire = num_bytes if collective == "all_reduce" else num_bytes // rank.world_size * (rank.world_size - 1)
-    floor = LAUNCH_US + ONE_WAY_US + on_wire / PUSH_BYTES_PER_US
     figures = measure(calls, num_bytes, rank, rounds)
-    return {"bytes": num_bytes, "us": figures, "shape": shape_name(shape), "floor_us": floor}
+    return {"bytes": num_bytes, "us": figures, "shape": shape_name(shape), "on_wire": on_wire}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -206,26 +217,53 @@ def line(row: dict[str, Any]) -> str:
 
 
 def sweep(rank: Rank, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Our kernels in every sensible shape: the best two of each kind, at each size."""
-    found: dict[str, Any] = {}
-    for collective in arguments.collectives:
-        for num_bytes in arguments.sizes or SWEEP_SIZES[collective]:
-            times: dict[str, float] = {}
-            for shape in shapes_to_try(collective, num_bytes, rank.world_size, num_sms()):
-                case = ours(rank, collective, num_bytes, shape)
-                if all(gather(case.is_right(collective, rank, meet))):
-                    times |= measure({shape_name(shape): case.call}, num_bytes, rank, max(3, arguments.rounds // 4))
-                elif rank.rank == 0:
-                    print("WRONG", collective, num_bytes, shape_name(shape), flush=True)
-            best = sorted(times.items(), key=lambda item: item[1])
-            found[f"{collective} {num_bytes}"] = dict(best)
-            of_kind: dict[str, list[str]] = {}
-            for name, us in best:
-                of_kind.setdefault(name.split()[0], []).append(f"{name}: {us:.2f}")
-            if rank.rank == 0:
-                lines = [" | ".join(kind[:2]) for kind in of_kind.values()]
-                print(f"{collective} {num_bytes}", *lines, sep="\n   ", flush=True)
+    """Our kernels in every sensible shape: the best two of each kind at each size, then the best of all by turns with
+    the others."""
+    found: dict[str, Any] = {"bytes_per_us": link_rate(rank, arguments.rounds)}
+    nccl, refused = Nccl(), {}
+    _at_end.append(nccl.release)
+    deadline, summary = time.monotonic() + arguments.seconds, []
+    for collective, num_bytes in sweep_order(arguments):
+        if any(gather(time.monotonic() > deadline)):
+            summary.append(f"{collective} {num_bytes}: no time left")
+            continue
+        times: dict[str, float] = {}
+        shapes = {shape_name(s): s for s in shapes_to_try(collective, num_bytes, rank.world_size, num_sms())}
+        for name, shape in shapes.items():
+            case = ours(rank, collective, num_bytes, shape)
+            if all(gather(case.is_right(collective, rank, meet))):
+                times |= measure({name: case.call}, num_bytes, rank, 4)
+            elif rank.rank == 0:
+                print("WRONG", collective, num_bytes, name, flush=True)
+        best = sorted(times.items(), key=lambda item: item[1])
+        row = compare(rank, collective, num_bytes, nccl, arguments.rounds, refused, shapes[best[0][0]])
+        row["floor_us"] = LAUNCH_US + ONE_WAY_US + row["on_wire"] / found["bytes_per_us"]
+        found[f"{collective} {num_bytes}"] = row | {"shapes": dict(best)}
+        summary.append(f"{collective:>14} {line(row)}")
+        of_kind: dict[str, list[str]] = {}
+        for name, us in best:
+            of_kind.setdefault(name.split()[0], []).append(f"{name}: {us:.2f}")
+        if rank.rank == 0:
+            print(f"{collective} {num_bytes}", *[" | ".join(kind[:3]) for kind in of_kind.values()], sep="\n   ")
+            print(summary[-1], flush=True)
+            write(found, arguments, rank.world_size)
+    if rank.rank == 0:
+        print(f"push, GB/s a direction: {found['bytes_per_us'] / 1e3:.1f}", refused, HEADER, *summary, sep="\n")
     return found
+
+
+def sweep_order(arguments: argparse.Namespace) -> list[tuple[str, int]]:
+    if arguments.sizes:
+        return [(name, size) for name in arguments.collectives for size in arguments.sizes]
+    return [pair for pair in SWEEP if pair[0] in arguments.collectives]
+
+
+def link_rate(rank: Rank, rounds: int) -> float:
+    """Bytes a microsecond that stores bring over the link, both ways at once: from two transfers, so that what they
+    cost besides drops out."""
+    small, large = 32 << 20, 128 << 20
+    calls = {size: measure({"push": pushing(rank, size)}, 3 * size, rank, rounds)["push"] for size in (small, large)}
+    return (large - small) * (rank.world_size - 1) / (calls[large] - calls[small])
 
 
 def num_sms() -> int:
@@ -259,8 +297,9 @@ def run(index: int, world_size: int, port: int, arguments: argparse.Namespace) -
     device = torch.device("cuda", index)
     dist.init_process_group("nccl", rank=index, world_size=world_size, device_id=device)
     _gloo.append(dist.new_group(backend="gloo"))
-    largest = max(arguments.sizes or [size for name in arguments.collectives for size in SIZES[name]])
+    largest = max([256 << 20, *(arguments.sizes or [size for name in arguments.collectives for size in SIZES[name]])])
     rank = make_rank(index, world_size, largest)
+    rank.early = not arguments.late
     report = (sweep if arguments.sweep else table)(rank, arguments)
     if index == 0:
         write(report, arguments, world_size)
@@ -314,6 +353,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=lambda text: [int(s) for s in text.split(",")], help="in bytes")
     parser.add_argument("--collectives", type=lambda text: text.split(","), default=list(COLLECTIVES))
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=600, help="after which a sweep begins no other size")
+    parser.add_argument("--late", action="store_true", help="no kernel starts before the one before has ended")
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--local", type=int, default=0, metavar="W")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 from symmcomm.kernels.gpu import instances
 from symmcomm.kernels.gpu.barrier import Barrier
 from symmcomm.kernels.gpu.compile import architecture, compiled
+from symmcomm.kernels.gpu.copy_engine import AllGatherCopyEngine
 from symmcomm.schedule import select_gpu
 from symmcomm.schedule.dtypes import DType, Op
-from symmcomm.schedule.layout_gpu import Layout
+from symmcomm.schedule.layout_gpu import LL_CELL_BYTES, Layout, ll_words
 from symmcomm.schedule.select_gpu import Algorithm, Launch
 
 Call = Callable[[], object]
@@ -26,7 +27,8 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 @dataclass
 class Rank:
-    """One rank of the benchmark: its place in the flat space, and its heap."""
+    """One rank of the benchmark: its place in the flat space, and its heap; ``early``: LL kernels start before the one
+    before has ended."""
 
     rank: int
     world_size: int
@@ -34,6 +36,7 @@ class Rank:
     stride: int
     heap: Tensor
     stream: torch.cuda.Stream
+    early: bool = False
 
     @property
     def data(self) -> int:
@@ -111,31 +114,55 @@ def chosen(collective: str, num_bytes: int, world_size: int, num_sms: int, symme
 
 def ours(rank: Rank, collective: str, num_bytes: int, shape: Launch) -> Case:
     """Our kernel of that shape; tensors are symmetric where it needs it."""
-    part, size, algorithm = num_bytes // rank.world_size, rank.world_size, shape.algorithm
     place, (arch, number) = (rank.base, rank.stride, rank.rank), capability()
     if collective == "all_reduce":
-        tensor = rank.tensor(num_bytes, algorithm is Algorithm.two_shot)
-        kernel = instances.all_reduce(shape, DType.bfloat16, Op.sum, size, number)
-        arguments = (0, rank.data) if algorithm is Algorithm.two_shot else (tensor.data_ptr(), tensor.data_ptr())
-        call = on_stream(compiled(kernel, arch), *place, *arguments, num_bytes // 2, shape.grid, keep=(tensor,))
-        return Case(call, tensor, tensor)
+        return our_all_reduce(rank, num_bytes, shape)
+    part, size, algorithm = num_bytes // rank.world_size, rank.world_size, shape.algorithm
+    early, pull = number >= 90 and rank.early, algorithm is Algorithm.pull
     if collective == "reduce_scatter":
-        pull = algorithm is Algorithm.pull
         source, result = rank.tensor(num_bytes, pull), rank.tensor(part, False)
-        kernel = instances.reduce_scatter(shape, DType.bfloat16, Op.sum, size, number)
+        kernel = instances.reduce_scatter(shape, DType.bfloat16, Op.sum, size, number, early)
         origin = (0, rank.data) if pull else (source.data_ptr(),)
         arguments = (*origin, result.data_ptr(), part // 2, shape.grid)
         call = on_stream(compiled(kernel, arch), *place, *arguments, keep=(source, result))
         return Case(call, source, result)
-    same, push, pull = collective == "all_gather", algorithm is Algorithm.push, algorithm is Algorithm.pull
-    source, result = rank.tensor(part if same else num_bytes, pull), rank.tensor(num_bytes, push)
-    origin = rank.data if pull else source.data_ptr()
-    target = (rank.data if push else result.data_ptr(), part)
-    function = compiled(instances.all_gather(shape, size, same), arch)
-    extra = (0,) if push else ()
-    arguments = (*extra, origin, 0 if same else part, *target, part, -1, shape.grid)
-    call = on_stream(function, *place, *arguments, keep=(source, result))
+    same, inside = collective == "all_gather", algorithm in (Algorithm.push, Algorithm.copy_engine)
+    source, result = rank.tensor(part if same else num_bytes, pull), rank.tensor(num_bytes, inside)
+    moved = (rank.data if pull else source.data_ptr(), 0 if same else part)
+    moved += (rank.data if inside else result.data_ptr(), part, part, -1)
+    if algorithm is Algorithm.copy_engine:
+        return Case(on_stream(copy_engine(size), *place, *moved, keep=(source, result)), source, result)
+    function = compiled(instances.all_gather(shape, size, same, early), arch)
+    extra = (0,) if algorithm is Algorithm.push else ()
+    call = on_stream(function, *place, *extra, *moved, shape.grid, keep=(source, result))
     return Case(call, source, result)
+
+
+@cache
+def copy_engine(world_size: int) -> AllGatherCopyEngine:
+    return AllGatherCopyEngine(world_size, *capability())
+
+
+def our_all_reduce(rank: Rank, num_bytes: int, shape: Launch) -> Case:
+    algorithm, (arch, number) = shape.algorithm, capability()
+    symmetric = algorithm in (Algorithm.two_shot, Algorithm.push, Algorithm.paired)
+    tensor = rank.tensor(num_bytes, symmetric)
+    kernel = instances.all_reduce(shape, DType.bfloat16, Op.sum, rank.world_size, number, number >= 90 and rank.early)
+    arguments = (tensor.data_ptr(), tensor.data_ptr())
+    if algorithm is Algorithm.two_shot:
+        arguments = (0, rank.data)
+    place = (rank.base, rank.stride, rank.rank)
+    call = on_stream(compiled(kernel, arch), *place, *arguments, num_bytes // 2, shape.grid, keep=(tensor,))
+    return Case(call, tensor, tensor)
+
+
+def pushing(rank: Rank, num_bytes: int) -> Call:
+    """Nothing but stores to the peers: an all-gather in place, which has no copy at home. ``num_bytes`` to each."""
+    shape, (arch, _) = Launch(algorithm=Algorithm.push, grid=128, threads=512, unroll=4), capability()
+    function = compiled(instances.all_gather(shape, rank.world_size, True), arch)
+    source = rank.base + rank.rank * rank.stride + rank.data + rank.rank * num_bytes
+    moved = (0, source, 0, rank.data, num_bytes, num_bytes, -1, shape.grid)
+    return on_stream(function, rank.base, rank.stride, rank.rank, *moved)
 
 
 def copied(rank: Rank, num_bytes: int, shape: Launch) -> Case:
@@ -223,33 +250,56 @@ def cases(rank: Rank, collective: str, num_bytes: int, num_sms: int, nccl: Nccl)
 
 def shapes_to_try(collective: str, num_bytes: int, world_size: int, num_sms: int) -> list[Launch]:
     """Every sensible shape of every kernel, of those sizes at which it could be the best."""
-    layout = Layout.create(world_size)
-    part = num_bytes // world_size
-    sent = num_bytes if collective == "all_reduce" else part
-    kinds = [(Algorithm.ll, sent)] + [(Algorithm.ll_two_shot, part)] * (collective == "all_reduce")
-    found = []
-    for algorithm, each in kinds:
-        for threads in (128, 256, 512, 1024):
-            for unroll in (1, 2, 4):
-                grid = -(-each // (8 * threads * unroll))
-                if grid <= num_sms and threads * unroll <= layout.ll_slot_bytes // 16:
-                    found.append(Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll))
-    if num_bytes < 256 << 10:
+    part, reduces = num_bytes // world_size, collective == "all_reduce"
+    sent = num_bytes if reduces else part
+    found = ll_shapes(sent, world_size, num_sms, Algorithm.ll)
+    if reduces and num_bytes >= 512 << 10:
+        found += ll_shapes(part, world_size, num_sms, Algorithm.ll_two_shot)
+    if sent < 256 << 10:
         return found
-    direct = {"all_reduce": [Algorithm.two_shot], "reduce_scatter": [Algorithm.pull]}
-    for algorithm in direct.get(collective, [Algorithm.push, Algorithm.pull]):
-        for threads, grids in ((256, (64, 128)), (512, (32, 64, 128)), (1024, (64, 128))):
-            for grid in grids:
-                for unroll in (2, 4, 8) if threads < 1024 else (2, 4):
-                    found.append(Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll))
-    for algorithm in [Algorithm.staged] * (collective != "all_reduce"):
-        for threads, grid in ((256, 64), (256, 128), (512, 64), (512, 128), (1024, 128)):
-            for chunk_bytes in (4 << 10, 8 << 10, 16 << 10, 32 << 10):
-                unroll = min(4, chunk_bytes // (16 * threads))
-                if unroll and grid * chunk_bytes <= 2 * part and chunk_bytes <= layout.staging_slot_bytes:
-                    found.append(
-                        Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll, chunk_bytes=chunk_bytes)
-                    )
+    for grid, threads, unroll in ((64, 256, 4), (64, 512, 8), (128, 256, 8), (128, 512, 4), (128, 512, 8)):
+        algorithm = Algorithm.push
+        if reduces or collective == "reduce_scatter":
+            algorithm = Algorithm.two_shot if reduces else Algorithm.pull
+        found.append(Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll))
+    if collective in ("all_gather", "all_to_all") and part >= 8 << 20:
+        found.append(Launch(algorithm=Algorithm.copy_engine, grid=1, threads=32, unroll=1))
+    if reduces and num_bytes <= 2 << 20:
+        found += chunk_shapes(Algorithm.one_shot, num_bytes, world_size)
+    if reduces and num_bytes >= 2 << 20:
+        found += chunk_shapes(Algorithm.push, part, world_size) + chunk_shapes(Algorithm.paired, part, world_size)
+    if not reduces or num_bytes == 32 << 20:
+        found += chunk_shapes(Algorithm.staged, part, world_size)
+    if not reduces:
+        found += chunk_shapes(Algorithm.paired, part, world_size)
+    return found
+
+
+def ll_shapes(part: int, world_size: int, num_sms: int, algorithm: Algorithm) -> list[Launch]:
+    """LL kernels in one wave, without those of few CTAs that do much."""
+    found, room = [], Layout.create(world_size).ll_slot_bytes // LL_CELL_BYTES
+    for threads in (128, 256, 384, 512, 1024):
+        for unroll in (1, 2, 3):
+            grid = -(-part // (4 * ll_words(2) * threads * unroll))
+            alone = threads == 128 or grid >= 20
+            if grid <= num_sms and threads * unroll <= room and (unroll == 1 or grid >= 60) and alone:
+                found.append(Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll))
+    return found
+
+
+def chunk_shapes(algorithm: Algorithm, part: int, world_size: int) -> list[Launch]:
+    """Kernels that send parts in chunks: as many chunks as keep half of the CTAs busy, or more."""
+    found, slot = [], Layout.create(world_size).staging_slot_bytes
+    sizes = (4 << 10, 8 << 10, 16 << 10) if part <= 4 << 20 else (16 << 10, 32 << 10)
+    for threads, grid in ((256, 64), (256, 128), (512, 64), (512, 128), (1024, 128)):
+        for chunk_bytes in sizes:
+            unroll = min(4, chunk_bytes // (16 * threads))
+            lanes = grid // 2 if algorithm is Algorithm.paired else grid
+            few = algorithm is Algorithm.paired and grid < 128 and part > 4 << 20
+            if unroll and lanes * chunk_bytes <= 2 * part and chunk_bytes <= slot and not few:
+                shape = (grid, threads, unroll, chunk_bytes)
+                keys = dict(zip(("grid", "threads", "unroll", "chunk_bytes"), shape, strict=True))
+                found.append(Launch(algorithm=algorithm, **keys))
     return found
 
 

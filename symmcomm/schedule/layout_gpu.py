@@ -14,8 +14,9 @@ NUM_CHANNELS = 192
 """CTAs that a kernel can have: one channel a CTA, and no GPU up to sm_100 has more SMs."""
 NUM_SWAP_CHANNELS = 64
 """Channels of the compare-and-swap pad, as in torch's symmetric memory: ``pad[channel * world_size + sender]``."""
-CHANNEL_LL_BYTES = 64 << 10
+CHANNEL_LL_BYTES = 128 << 10
 """LL memory of a channel: ``[parity of the epoch][sender][16-byte cells]``."""
+LL_CELL_BYTES = 16
 NUM_STAGED_CHANNELS = 128
 """CTAs that a staged kernel can have."""
 CHANNEL_STAGING_BYTES = 256 << 10
@@ -37,6 +38,7 @@ DELAY_NS = 24  # i64, fault injection: CTA 0 sleeps that long before its first s
 RING_EPOCH = 32  # u32, rounds of the ring barrier
 MULTICAST_EPOCH = 36  # u32, multicast barriers
 EPOCHS = 128  # u32[NUM_CHANNELS], each advanced by its CTA alone
+READ = 1024  # u32[NUM_CHANNELS], see kernels.gpu.paired
 
 GAVE_UP = 1  # a wait passed its deadline; from now on kernels return at once
 COMPLAINED = 2  # the call was wrong; kernels go on
@@ -201,6 +203,11 @@ class MessageLayout:
             chunk_bytes=chunk_bytes,
             end=_align_up(slots + lanes * NUM_MESSAGE_SLOTS * chunk_bytes, _PAGE_BYTES),
         )
+
+
+def ll_words(itemsize: int) -> int:
+    """Words of data in an LL cell, beside the flag; elements of 8 bytes are not divided among cells."""
+    return 2 if itemsize == 8 else 3
 
 
 def _align_up(value: int, alignment: int) -> int:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout
+from symmcomm.schedule.layout_gpu import LL_CELL_BYTES, NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout, ll_words
 
 _LL_SHAPES = ((128, 64), (256, 64), (512, 128), (1024, NUM_CHANNELS))  # threads, and CTAs up to which they are used
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (4 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
 _LARGEST_STAGED = (32 << 10, 512)
+_PAIRED_SHAPES = ((8 << 20, 16 << 10, 256),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +24,21 @@ class Thresholds:
 
     Attributes:
         all_reduce_ll_bytes: of the tensor, up to which LL pays in an all-reduce between two ranks.
+        one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not.
+        all_reduce_push_bytes: of the tensor, from which on pushing beats pulling in a two-shot all-reduce.
         ll_bytes: of a part, up to which LL pays in the other calls between two ranks.
         push_bytes: of a part, from which on pushing into symmetric targets beats staging.
         pull_bytes: of a part, from which on pulling from symmetric sources does, in a reduce-scatter.
+        copy_engine_bytes: of a part, from which on the copy engines beat kernels.
     """
 
     all_reduce_ll_bytes: int = 1 << 20
+    one_shot_bytes: int = 1 << 20
+    all_reduce_push_bytes: int = 8 << 20
     ll_bytes: int = 1 << 19
     push_bytes: int = 2 << 20
     pull_bytes: int = 8 << 20
+    copy_engine_bytes: int = 64 << 20
 
 
 DEFAULT = Thresholds()
@@ -42,10 +49,13 @@ class Algorithm(Enum):
 
     ll = "LL"
     ll_two_shot = "LL two-shot"
+    one_shot = "one-shot"
     two_shot = "two-shot"
     push = "push"
     pull = "pull"
     staged = "staged"
+    paired = "paired"
+    copy_engine = "copy engine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +81,14 @@ def slice_bytes(num_bytes: int, world_size: int) -> int:
     return -(-num_bytes // (16 * world_size)) * 16
 
 
-def ll_shape(part_bytes: int, world_size: int, num_sms: int, algorithm: Algorithm = Algorithm.ll) -> Launch | None:
-    """The LL kernel for parts of that size: one wave, as few cells a thread as do; None where it does not fit."""
-    room = Layout.create(world_size).ll_slot_bytes // 16
-    num_cells = max(1, -(-part_bytes // 8))
-    for unroll in (1, 2, 4):
+def ll_shape(
+    part_bytes: int, world_size: int, num_sms: int, algorithm: Algorithm = Algorithm.ll, itemsize: int = 1
+) -> Launch | None:
+    """The LL kernel for parts of that size, with elements of ``itemsize``: one wave, as few cells a thread as do; None
+    where it does not fit."""
+    room = Layout.create(world_size).ll_slot_bytes // LL_CELL_BYTES
+    num_cells = max(1, -(-part_bytes // (4 * ll_words(itemsize))))
+    for unroll in (1, 2, 3, 4):
         for threads, most in _LL_SHAPES:
             grid = -(-num_cells // (threads * unroll))
             if grid <= min(most, num_sms) and threads * unroll <= room:
@@ -116,6 +129,21 @@ def staged_shape(
     )
 
 
+def paired_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType | None = None) -> Launch | None:
+    """A staged kernel whose CTAs work in pairs; None where there are not two SMs."""
+    shapes = [shape for below, *shape in _PAIRED_SHAPES if part_bytes < below]
+    chunk_bytes, threads = shapes[0] if shapes else _LARGEST_STAGED
+    chunk_bytes = min(chunk_bytes, Layout.create(world_size).staging_slot_bytes)
+    lanes = min(NUM_STAGED_CHANNELS // 2, num_sms // 2, max(1, -(-part_bytes // chunk_bytes)))
+    if lanes == 0:
+        return None
+    most = 4 if dtype is None else _unroll(dtype, world_size)
+    unroll = max(1, min(most, chunk_bytes // (16 * threads)))
+    return Launch(
+        algorithm=Algorithm.paired, grid=2 * lanes, threads=threads, unroll=unroll, chunk_bytes=chunk_bytes
+    )
+
+
 def uneven_shape(world_size: int, num_sms: int) -> Launch:
     """The uneven all-to-all: nobody knows all its sizes, so there is one shape."""
     slot = Layout.create(world_size).staging_slot_bytes
@@ -140,20 +168,24 @@ def direct_shape(
 def choose(
     num_bytes: int, dtype: DType, world_size: int, num_sms: int, symmetric: bool = True, at: Thresholds = DEFAULT
 ) -> Launch:
-    """The all-reduce for tensors of ``num_bytes`` on a device with ``num_sms`` SMs for this rank.
+    """The all-reduce for tensors of ``num_bytes`` on a device with ``num_sms`` SMs for this rank. Unless ``symmetric``,
+    one that takes any tensors.
 
-    LL sends world_size - 1 times the data, twice (flags), but waits once; two-shot sends it twice and waits twice. The
-    latter works on symmetric memory: ordinary tensors, where LL in two shots has no room for them, are copied there.
+    LL sends world_size - 1 times the data, and a third of it as flags, but waits once, and so does one-shot, without
+    flags; two-shot kernels send the data twice and wait twice.
     """
-    if num_bytes * world_size * (world_size - 1) <= 2 * at.all_reduce_ll_bytes:
-        shape = ll_shape(num_bytes, world_size, num_sms)
-        if shape is not None:
-            return shape
-    if not symmetric:
-        shape = ll_shape(slice_bytes(num_bytes, world_size), world_size, num_sms, Algorithm.ll_two_shot)
-        if shape is not None:
-            return shape
-    return two_shot_shape(num_bytes, dtype, world_size, num_sms)
+    sent, part = num_bytes * (world_size - 1), slice_bytes(num_bytes, world_size)
+    shape: Launch | None = None
+    if sent * world_size <= 2 * at.all_reduce_ll_bytes:
+        shape = ll_shape(num_bytes, world_size, num_sms, itemsize=dtype.itemsize)
+    if shape is None and sent <= at.one_shot_bytes:
+        shape = staged_shape(num_bytes, world_size, num_sms, dtype, Algorithm.one_shot)
+    if shape is None and not symmetric:
+        shape = ll_shape(part, world_size, num_sms, Algorithm.ll_two_shot, dtype.itemsize)
+        shape = shape or staged_shape(part, world_size, num_sms, dtype)
+    if shape is None and num_bytes >= at.all_reduce_push_bytes:
+        shape = staged_shape(part, world_size, num_sms, dtype, Algorithm.push)
+    return shape or two_shot_shape(num_bytes, dtype, world_size, num_sms)
 
 
 def choose_reduce_scatter(
@@ -162,7 +194,9 @@ def choose_reduce_scatter(
 ) -> Launch:  # fmt: skip
     """The reduce-scatter of parts of that size. ``source_symmetric`` (pull) asks that no output but the own part is in
     an input."""
-    shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size, at) else None
+    shape: Launch | None = None
+    if _is_small(part_bytes, world_size, at):
+        shape = ll_shape(part_bytes, world_size, num_sms, itemsize=dtype.itemsize)
     if shape is not None:
         return shape
     if source_symmetric and part_bytes >= at.pull_bytes:

@@ -55,8 +55,8 @@ def two_shot(
 @DTYPES
 def test_ll(dtype: DType, arch: str, tmp_path: Path) -> None:
     ptx = ptx_of(ll(dtype, Op.sum, arch, 2), arch, tmp_path)
-    assert "st.relaxed.sys.global.v2.b64" in ptx
-    assert "ld.relaxed.sys.global.v2.b64" in ptx
+    assert "st.relaxed.sys.global.b128" in ptx
+    assert "ld.relaxed.sys.global.b128" in ptx
     assert "st.release.sys.global.b32" in ptx  # the record
 
 
@@ -82,7 +82,7 @@ def test_worlds(world_size: int, tmp_path: Path) -> None:
     ptx_of(two_shot(DType.bfloat16, Op.sum, "sm_90a", world_size), "sm_90a", tmp_path)
 
 
-LL_ACCESSES = ("st.relaxed.sys.global.v2.b64", "ld.relaxed.sys.global.v2.b64")
+LL_ACCESSES = ("st.relaxed.sys.global.b128", "ld.relaxed.sys.global.b128")
 SIGNALS = ("st.release.sys.global.b32", "ld.acquire.sys.global.b32")
 VECTORS = ("ld.relaxed.sys.global.v4.b32", "st.weak.global.v4.b32")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import pytest
@@ -107,7 +107,8 @@ def random_bytes(num_bytes: int, seed: int) -> Tensor:
 
 
 MOVES = ("all_gather", "broadcast", "all_to_all", "scatter")
-MOVE_ALGORITHMS = (Algorithm.ll, Algorithm.push, Algorithm.pull, Algorithm.staged)
+MOVE_ALGORITHMS = (Algorithm.ll, Algorithm.push, Algorithm.pull, Algorithm.staged, Algorithm.paired)
+SMALL_PAIRS = replace(SMALL_CHUNKS, algorithm=Algorithm.paired, grid=4)
 
 
 def move_shape(world: LocalWorld, algorithm: Algorithm, part: int) -> Launch:
@@ -115,6 +116,8 @@ def move_shape(world: LocalWorld, algorithm: Algorithm, part: int) -> Launch:
     if algorithm in (Algorithm.push, Algorithm.pull):
         return select_gpu.direct_shape(part, world.num_sms, algorithm)
     shape = select_gpu.ll_shape(part, world.world_size, world.num_sms) if algorithm is Algorithm.ll else None
+    if algorithm is Algorithm.paired:
+        shape = select_gpu.paired_shape(part, world.world_size, world.num_sms)
     return shape or select_gpu.staged_shape(part, world.world_size, world.num_sms)
 
 
@@ -168,19 +171,21 @@ def test_moves(world_size: int, kind: str, algorithm: Algorithm) -> None:
         shape = move_shape(world, algorithm, part)
         run(world, move(world, kind, shape, part, seed=seed))
         run(world, move(world, kind, shape, part, seed=seed + 1, shifts=[(1, 0), (0, 4), (3, 3)][seed % 3]))
-        if algorithm is Algorithm.staged:
-            run(world, move(world, kind, SMALL_CHUNKS, part, seed=seed))
+        if algorithm in (Algorithm.staged, Algorithm.paired):
+            small = SMALL_CHUNKS if algorithm is Algorithm.staged else SMALL_PAIRS
+            run(world, move(world, kind, small, part, seed=seed))
 
 
 @pytest.mark.parametrize("algorithm", MOVE_ALGORITHMS, ids=lambda a: a.name)
 @pytest.mark.parametrize("kind", ["all_gather", "broadcast", "all_to_all"])
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_moves_in_place(world_size: int, kind: str, algorithm: Algorithm) -> None:
-    if algorithm is Algorithm.pull or (kind == "all_to_all" and algorithm is Algorithm.push):
+    if algorithm is Algorithm.pull or (kind == "all_to_all" and algorithm in (Algorithm.push, Algorithm.paired)):
         pytest.skip("peers would read what is written")
     world = world_of(world_size)
     for seed, part in enumerate(BYTES):
-        for shape in (move_shape(world, algorithm, part), SMALL_CHUNKS):
+        small = SMALL_PAIRS if algorithm is Algorithm.paired else SMALL_CHUNKS
+        for shape in (move_shape(world, algorithm, part), small):
             run(world, move(world, kind, shape, part, seed=seed, in_place=True))
 
 
@@ -203,7 +208,11 @@ def sum_shape(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int)
     part, size = count * dtype.itemsize, world.world_size
     if algorithm is Algorithm.pull:
         return select_gpu.direct_shape(part, world.num_sms, algorithm, dtype, size)
-    shape = select_gpu.ll_shape(part, size, world.num_sms) if algorithm is Algorithm.ll else None
+    shape: Launch | None = None
+    if algorithm is Algorithm.ll:
+        shape = select_gpu.ll_shape(part, size, world.num_sms, itemsize=dtype.itemsize)
+    if algorithm is Algorithm.paired:
+        shape = select_gpu.paired_shape(part, size, world.num_sms, dtype)
     return shape or select_gpu.staged_shape(part, size, world.num_sms, dtype)
 
 
@@ -243,7 +252,7 @@ def scatter_sum(
 
 
 SUM_ALGORITHMS = pytest.mark.parametrize(
-    "algorithm", [Algorithm.ll, Algorithm.pull, Algorithm.staged], ids=lambda a: a.name
+    "algorithm", [Algorithm.ll, Algorithm.pull, Algorithm.staged, Algorithm.paired], ids=lambda a: a.name
 )
 PAIRS = [(dtype, Op.sum) for dtype in DType] + [(DType.bfloat16, Op.avg)]
 SOME_WORLDS = [(DType.bfloat16, size) for size in WORLDS] + [(DType.float8_e4m3fn, 5), (DType.float64, 8)]
@@ -265,10 +274,12 @@ def test_reduce_scatter_in_worlds(algorithm: Algorithm, world_size: int, dtype: 
         shape = sum_shape(world, algorithm, dtype, count)
         run(world, scatter_sum(world, shape, dtype, Op.sum, count, seed=seed))
         run(world, scatter_sum(world, shape, dtype, Op.sum, count, seed=seed, in_place=0))
-        if algorithm is not Algorithm.pull:
+        if algorithm not in (Algorithm.pull, Algorithm.paired):
             run(world, scatter_sum(world, shape, dtype, Op.sum, count, seed=seed, in_place=1))
         if algorithm is Algorithm.staged:
             run(world, scatter_sum(world, SMALL_CHUNKS, dtype, Op.sum, count, seed=seed, in_place=1))
+        if algorithm is Algorithm.paired:
+            run(world, scatter_sum(world, SMALL_PAIRS, dtype, Op.sum, count, seed=seed, in_place=0))
 
 
 def uneven(
@@ -346,30 +357,32 @@ def any_call(world: LocalWorld, rng: random.Random, start: int, seed: int) -> Ca
     if kind == "uneven":
         return uneven(world, SMALL_CHUNKS, random_splits(world.world_size, size + 16, rng), seed=seed)
     if kind == "sum":
-        algorithm = rng.choice((Algorithm.ll, Algorithm.pull, Algorithm.staged))
-        shape = sum_shape(world, algorithm, DType.bfloat16, part)
-        if algorithm is Algorithm.staged:
-            shape = rng.choice((shape, SMALL_CHUNKS))
+        algorithm = rng.choice((Algorithm.ll, Algorithm.pull, Algorithm.staged, Algorithm.paired))
+        shape = smaller(rng, sum_shape(world, algorithm, DType.bfloat16, part))
         return scatter_sum(world, shape, DType.bfloat16, Op.sum, part, seed=seed, start=start)
     if kind == "all_reduce":
         return all_reduce(world, rng, part, start, seed)
     algorithm = rng.choice(MOVE_ALGORITHMS)
-    shape = move_shape(world, algorithm, part)
-    if algorithm is Algorithm.staged:
-        shape = rng.choice((shape, SMALL_CHUNKS))
+    shape = smaller(rng, move_shape(world, algorithm, part))
     return move(world, kind, shape, part, seed=seed, start=start)
+
+
+def smaller(rng: random.Random, shape: Launch) -> Launch:
+    """The shape, or one with more and smaller chunks, if it has any."""
+    small = replace(SMALL_PAIRS if shape.algorithm is Algorithm.paired else SMALL_CHUNKS, algorithm=shape.algorithm)
+    return rng.choice((shape, small)) if shape.chunk_bytes else shape
 
 
 def all_reduce(world: LocalWorld, rng: random.Random, count: int, start: int, seed: int) -> Call:
     import test_local_world as other
 
     dtype, size = DType.bfloat16, world.world_size
-    shape = other.shape_of(world, rng.choice(other.ALL_REDUCE), dtype, count)
+    shape = smaller(rng, other.shape_of(world, rng.choice(other.ALL_REDUCE), dtype, count))
     place = Place(world, count * 2, True, start)
     parts = inputs(dtype, Op.sum, size, count, seed)
     for rank, part in enumerate(parts):
         place.tensor(rank).copy_(part.contiguous().view(torch.uint8))
-    address = [(place.address(rank),) * 2 for rank in range(size)]
+    address: list[tuple[int, ...]] = [(place.address(rank),) * 2 for rank in range(size)]
     if shape.algorithm is Algorithm.two_shot:
         address = [(0, place.offset)] * size
 
@@ -416,6 +429,23 @@ def test_all_wait_for_the_late_one(world_size: int, kind: str) -> None:
                     run(world, move(world, kind, move_shape(world, algorithm, 1000), 1000, seed=late))
         finally:
             world.put(late, at.DELAY_NS, 0)
+
+
+@pytest.mark.parametrize("kind", MOVES)
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_copy_engine(world_size: int, kind: str) -> None:
+    from symmcomm.kernels.gpu.copy_engine import AllGatherCopyEngine
+
+    world = world_of(world_size)
+    engines = [AllGatherCopyEngine(world_size, world.arch, world.arch_number) for _ in range(world_size)]
+    for seed, part in enumerate((1, 1000, 33333, 1 << 20)):
+        push = move_shape(world, Algorithm.push, part)
+        for in_place in (False, True) if kind in ("all_gather", "broadcast") else (False,):
+            call = move(world, kind, push, part, seed=seed, in_place=in_place)
+            world.launch(lambda *a: engines[a[2]](*a[:3], *a[4:-2], a[-1]), call.arguments)
+            call.verify()
+    for engine in engines:
+        engine.close()
 
 
 @pytest.mark.parametrize("kind", [*MOVES, "uneven", "sum"])

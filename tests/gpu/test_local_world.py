@@ -39,13 +39,15 @@ pytestmark = [
 class Buffers:
     """A source and a result for each rank, with poison around them."""
 
-    def __init__(self, world: LocalWorld, dtype: DType, count: int, symmetric: bool, shift: int = 0) -> None:
+    def __init__(
+        self, world: LocalWorld, dtype: DType, count: int, symmetric: bool, shift: int = 0, start: int = 0
+    ) -> None:
         self.kind, self.count, self.world = torch_dtype(dtype), count, world
         self.num_bytes, self.shift = count * dtype.itemsize, 256 + shift * dtype.itemsize
-        self.symmetric = symmetric
+        self.symmetric, self.start = symmetric, world.data + start
         whole = self.num_bytes + 1024
         if symmetric:
-            self.raw = [world.bytes(rank, world.data, whole) for rank in range(world.world_size)]
+            self.raw = [world.bytes(rank, self.start, whole) for rank in range(world.world_size)]
         else:
             self.raw = [torch.empty(whole, dtype=torch.uint8, device="cuda") for _ in range(world.world_size)]
         for raw in self.raw:
@@ -53,7 +55,7 @@ class Buffers:
 
     @property
     def offset(self) -> int:
-        return self.world.data + self.shift
+        return self.start + self.shift
 
     def tensor(self, rank: int) -> Tensor:
         return self.raw[rank][self.shift : self.shift + self.num_bytes].view(self.kind)
@@ -68,8 +70,9 @@ class Buffers:
             assert bool((raw[self.shift + self.num_bytes :] == POISON).all())
 
 
-ALL_REDUCE = (Algorithm.ll, Algorithm.ll_two_shot, Algorithm.two_shot)
-NEED_SYMMETRIC = (Algorithm.two_shot,)
+CHUNKED = (Algorithm.one_shot, Algorithm.push, Algorithm.paired, Algorithm.staged)
+ALL_REDUCE = (Algorithm.ll, Algorithm.ll_two_shot, Algorithm.two_shot, *CHUNKED)
+NEED_SYMMETRIC = (Algorithm.two_shot, Algorithm.push, Algorithm.paired)
 
 
 def kernel(world: LocalWorld, shape: Launch, dtype: DType, op: Op):  # type: ignore[no-untyped-def]
@@ -87,9 +90,14 @@ def shape_of(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int) 
     shape: Launch | None = None
     match algorithm:
         case Algorithm.ll:
-            shape = select_gpu.ll_shape(num_bytes, size, num_sms)
+            shape = select_gpu.ll_shape(num_bytes, size, num_sms, itemsize=dtype.itemsize)
         case Algorithm.ll_two_shot:
-            shape = select_gpu.ll_shape(part, size, num_sms, algorithm)
+            shape = select_gpu.ll_shape(part, size, num_sms, algorithm, dtype.itemsize)
+        case Algorithm.paired:
+            shape = select_gpu.paired_shape(part, size, num_sms, dtype)
+        case Algorithm.push | Algorithm.staged | Algorithm.one_shot:
+            sent = num_bytes if algorithm is Algorithm.one_shot else part
+            shape = select_gpu.staged_shape(sent, size, num_sms, dtype, algorithm)
     return shape or select_gpu.two_shot_shape(num_bytes, dtype, size, num_sms)
 
 
@@ -149,6 +157,54 @@ def test_worlds(algorithm: Algorithm, world_size: int, dtype: DType) -> None:
     for count in COUNTS:
         check(algorithm, dtype, Op.sum, world_size, count)
         check(algorithm, dtype, Op.sum, world_size, count, shift=3)
+
+
+@pytest.mark.parametrize("algorithm", CHUNKED, ids=lambda a: a.name)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_many_chunks(algorithm: Algorithm, world_size: int) -> None:
+    shape = Launch(algorithm=algorithm, grid=4, threads=64, unroll=2, chunk_bytes=512)
+    for count in (1, 255, 256, 1024, 4099, 20000, 66666):
+        for shift in (0, 3):
+            check(algorithm, DType.bfloat16, Op.sum, world_size, count, shift=shift, shape=shape)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_launched_early(world_size: int) -> None:
+    """A kernel that takes its place before the last one has ended; all on the device at once, as the grid is small."""
+    from symmcomm.kernels.gpu import instances
+    from symmcomm.kernels.gpu.compile import compiled
+
+    world, count = world_of(world_size), 3000
+    if world.arch_number < 90:
+        pytest.skip("programmatic dependent launch begins with sm_90")
+    shape = Launch(algorithm=Algorithm.ll, grid=8, threads=128, unroll=1)
+    kernel = instances.all_reduce(shape, DType.float32, Op.sum, world_size, world.arch_number, early=True)
+    function = compiled(kernel, world.arch)
+    parts = inputs(DType.float32, Op.sum, world_size, count)
+    buffers, calls = Buffers(world, DType.float32, count, False), 40
+    buffers.fill(parts)
+    torch.cuda.synchronize()
+    for _ in range(calls):
+        for rank, of_rank in enumerate(arguments(buffers, shape)):
+            function(world.base, world.stride, rank, *of_rank, world.streams[rank].cuda_stream)
+    torch.cuda.synchronize()
+    for _ in range(calls):
+        parts = [reduced(parts, DType.float32, Op.sum)] * world_size
+    for rank in range(world_size):
+        assert_same(buffers.tensor(rank).cpu(), parts[0], f"early, rank {rank}")
+
+
+def test_pads_keep_up_with_cells() -> None:
+    """After 2³¹ epochs of LL alone a barrier must not take the words of its pad for new ones."""
+    world = LocalWorld(2, 1 << 20, timeout_s=0.2)
+    world.set_epochs((1 << 20) - 1)
+    shape, buffers = shape_of(world, Algorithm.ll, DType.float32, 8), Buffers(world, DType.float32, 8, False)
+    function = kernel(world, shape, DType.float32, Op.sum)
+    for _ in range(2):
+        world.launch(function, arguments(buffers, shape))
+    for rank in range(2):
+        pad = world.bytes(rank, world.layout.pads + 4 * (1 - rank), 4).view(torch.int32)
+        assert int(pad) == 1 << 20
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -235,7 +291,10 @@ def test_a_missing_peer_is_named(algorithm: Algorithm, world_size: int) -> None:
         record = world.record(rank)
         assert record is not None
         assert (record.rank, record.peer) == (rank, missing)
-        assert record.phase == (Phase.data if algorithm in (Algorithm.ll, Algorithm.ll_two_shot) else Phase.enter)
+        if algorithm is Algorithm.paired:  # one CTA misses the peer's chunk, and one its hello
+            assert record.phase in (Phase.enter, Phase.leave)
+        else:
+            assert record.phase == (Phase.data if algorithm in (Algorithm.ll, Algorithm.ll_two_shot) else Phase.enter)
         assert record.channel < shape.grid
         assert record.seen == 0
     assert float(torch.ones(1000, device="cuda").sum()) == 1000  # the context lives
@@ -301,8 +360,8 @@ def test_a_graph_can_be_replayed(world_size: int) -> None:
     parts = inputs(DType.float32, Op.sum, world_size, 1000)
     graphs = []
     plans = []
-    for algorithm in ALL_REDUCE:
-        buffers = Buffers(world, DType.float32, 1000, algorithm in NEED_SYMMETRIC)
+    for i, algorithm in enumerate(ALL_REDUCE):
+        buffers = Buffers(world, DType.float32, 1000, algorithm in NEED_SYMMETRIC, start=i << 16)
         shape = shape_of(world, algorithm, DType.float32, 1000)
         function = kernel(world, shape, DType.float32, Op.sum)
         world.launch(function, arguments(buffers, shape))  # loads the module, which capture does not allow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import CHANNEL_LL_BYTES, CHANNEL_STAGING_BYTES, DEPTH, NUM_CHANNELS, Layout
+from symmcomm.schedule.layout_gpu import CHANNEL_LL_BYTES, CHANNEL_STAGING_BYTES, DEPTH, NUM_CHANNELS, Layout, ll_words
 from symmcomm.schedule.layout_gpu import NUM_STAGED_CHANNELS as STAGED
 from symmcomm.schedule.select_gpu import (
     Algorithm,
@@ -14,21 +14,23 @@ from symmcomm.schedule.select_gpu import (
     choose,
     choose_all_gather,
     choose_reduce_scatter,
+    paired_shape,
     uneven_shape,
 )
 
 WORLDS = (2, 3, 5, 8, 16, 72)
 
 
-def assert_fits(shape: Launch, part_bytes: int, world_size: int, num_sms: int) -> None:
+def assert_fits(shape: Launch, part_bytes: int, world_size: int, num_sms: int, itemsize: int = 1) -> None:
     layout = Layout.create(world_size)
     assert 1 <= shape.grid <= min(num_sms, NUM_CHANNELS)
     assert world_size <= shape.threads <= 1024
     if shape.algorithm is Algorithm.ll:
         assert shape.threads * shape.unroll * 16 <= layout.ll_slot_bytes
-        assert shape.grid * shape.threads * shape.unroll * 8 >= part_bytes
-    if shape.algorithm is Algorithm.staged:
+        assert shape.grid * shape.threads * shape.unroll * 4 * ll_words(itemsize) >= part_bytes
+    if shape.chunk_bytes:
         assert shape.grid <= STAGED
+        assert shape.algorithm is not Algorithm.paired or shape.grid % 2 == 0
         assert 0 < shape.chunk_bytes <= layout.staging_slot_bytes
         assert shape.chunk_bytes % 16 == 0
 
@@ -40,9 +42,14 @@ def test_what_is_chosen_fits(world_size: int, num_sms: int) -> None:
         part = (1 << exponent) + exponent
         for dtype in (DType.bfloat16, DType.float8_e4m3fn, DType.float64):
             for symmetric in (True, False):
-                assert_fits(choose(part, dtype, world_size, num_sms, symmetric), part, world_size, num_sms)
+                shape = choose(part, dtype, world_size, num_sms, symmetric)
+                assert_fits(shape, part, world_size, num_sms, dtype.itemsize)
                 shape = choose_reduce_scatter(part, dtype, world_size, num_sms, symmetric)
-                assert_fits(shape, part, world_size, num_sms)
+                assert_fits(shape, part, world_size, num_sms, dtype.itemsize)
+            paired = paired_shape(part, world_size, num_sms, dtype)
+            assert (paired is None) == (num_sms < 2)
+            if paired is not None:
+                assert_fits(paired, part, world_size, num_sms)
         for places in ((False, False), (True, False), (False, True)):
             assert_fits(choose_all_gather(part, world_size, num_sms, *places), part, world_size, num_sms)
     assert_fits(uneven_shape(world_size, num_sms), 1, world_size, num_sms)
@@ -59,7 +66,7 @@ def test_an_ordinary_tensor_needs_no_heap() -> None:
 
 
 def test_thresholds_move_the_choice() -> None:
-    at = Thresholds(all_reduce_ll_bytes=4096, ll_bytes=2048, push_bytes=1 << 16, pull_bytes=1 << 17)
+    at = Thresholds(all_reduce_ll_bytes=4096, one_shot_bytes=0, ll_bytes=2048, push_bytes=1 << 16, pull_bytes=1 << 17)
     for num_bytes, expected in ((4096, Algorithm.ll), (4097, Algorithm.two_shot)):
         assert choose(num_bytes, DType.float32, 2, 132, True, at).algorithm is expected
     for part, expected in ((2048, Algorithm.ll), (2049, Algorithm.staged), (1 << 16, Algorithm.push)):

@@ -35,21 +35,22 @@ from cutlass import Boolean, Int32, Int64
 
 from symmcomm.kernels.gpu import cells as ll
 from symmcomm.kernels.gpu.barrier import arrive, meet, sync
-from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
-from symmcomm.kernels.gpu.copy import copy_bytes, multicast_vectors
+from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
+from symmcomm.kernels.gpu.copy import copy_bytes, copy_to_ranks, multicast_vectors
 from symmcomm.schedule.layout_gpu import Layout, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllGatherLL:
     """The LL kernel. Attributes: ``same`` whether all takers get the same (the source pitch is 0), ``threads`` a CTA,
-    ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``. Launch with ``grid`` = ⌈bytes / 8 / (threads ·
-    cells)⌉ CTAs."""
+    ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``; ``early`` as in ``context.enter``. Launch with as many
+    CTAs as a part has parts of ``cells`` rows."""
 
     world_size: int
     same: bool
     threads: int
     cells: int
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -62,7 +63,7 @@ class AllGatherLL:
     ) -> None:  # fmt: skip
         """``source`` and ``target``: addresses; pitches and ``num_bytes`` (of one part, not 0) in bytes."""
         kernel = self.kernel(base, stride, rank, source, source_pitch, target, target_pitch, num_bytes, sender)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(
@@ -70,11 +71,14 @@ class AllGatherLL:
         target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        first, step = ll.first_byte(self.threads, self.cells), self.threads * ll.PAYLOAD_BYTES
-        own = [self._read(ctx, source, source_pitch, first + k * step, num_bytes) for k in range(self.cells)]
+        enter(self.early)
+        cells = ll.Cells(self.threads, self.cells, 1)
+        first, step = cells.first_byte(), cells.row_bytes
+        own = [self._read(ctx, cells, source, source_pitch, first + k * step, num_bytes) for k in range(self.cells)]
         in_order, epoch = begin(ctx, block())
-        epoch += 1
         if in_order:
+            ll.remind(ctx, epoch)
+            epoch += 1
             if sender >= 0:
                 arrive(ctx, block(), epoch)
             if sender < 0 or sender == rank:
@@ -82,35 +86,39 @@ class AllGatherLL:
                     if first + k * step < num_bytes:
                         for hop in cutlass.range_constexpr(1, self.world_size):
                             ll.send(ctx, epoch, ctx.neighbour(hop), k * self.threads + thread(), own[k][hop])
-                        ll.store_payload(target + rank * target_pitch, first + k * step, num_bytes, 1, own[k][0])
-            got, arrived = ll.receive(ctx, epoch, first, num_bytes, sender, self.threads, self.cells)
+                        ll.store_words(target + rank * target_pitch, first + k * step, num_bytes, cells, own[k][0])
+            got, arrived = ll.receive(ctx, cells, epoch, first, num_bytes, sender)
             if arrived:
                 for index, peer in enumerate(ll.senders(ctx)):
                     if peer != rank and (sender < 0 or sender == peer):
                         for k in cutlass.range_constexpr(self.cells):
-                            words = ll.payload(got, index, k, self.cells)
-                            ll.store_payload(target + peer * target_pitch, first + k * step, num_bytes, 1, words)
+                            words = ll.words_of(cells, got, index, k)
+                            ll.store_words(target + peer * target_pitch, first + k * step, num_bytes, cells, words)
             if sender >= 0:
                 meet(ctx, block(), epoch, Int32(Phase.enter))
             end(ctx, block(), epoch)
 
-    def _read(self, ctx: Context, source: Any, source_pitch: Any, at: Any, num_bytes: Any) -> list[Any]:
+    def _read(
+        self, ctx: Context, cells: ll.Cells, source: Any, source_pitch: Any, at: Any, num_bytes: Any
+    ) -> list[list[Any]]:
         """The words at that byte for this rank and the ones after it."""
         if self.same:
-            return [ll.load_payload(source, at, num_bytes, 1)] * self.world_size
+            return [ll.load_words(source, at, num_bytes, cells)] * self.world_size
         starts = [source + Int64(ctx.neighbour(hop)) * source_pitch for hop in range(self.world_size)]
-        return [ll.load_payload(start, at, num_bytes, 1) for start in starts]
+        return [ll.load_words(start, at, num_bytes, cells) for start in starts]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllGatherPush:
     """The push kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight, ``multimem`` whether the
-    switch distributes; then ``multicast_base`` must be one, and the source pitch 0."""
+    switch distributes; then ``multicast_base`` must be one, and the source pitch 0; ``early`` as in
+    ``context.enter``."""
 
     world_size: int
     threads: int
     vectors: int
     multimem: bool = False
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -125,7 +133,7 @@ class AllGatherPush:
         kernel = self.kernel(
             base, stride, rank, multicast_base, source, source_pitch, target, target_pitch, num_bytes, sender
         )
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(
@@ -133,6 +141,7 @@ class AllGatherPush:
         target: Int64, target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):
@@ -151,20 +160,20 @@ class AllGatherPush:
             if ((multicast_base | target | source) & 15) == 0:
                 done = num_bytes & ~15
                 multicast_vectors(multicast_base + target, source, done >> 4, first, step, self.vectors)
-        for hop in cutlass.range(self.world_size, unroll=1):
-            peer = ctx.neighbour(hop)
-            origin, place = source + Int64(peer) * source_pitch, ctx.peer_address(peer, target)
-            if origin != place:
-                copy_bytes(place + done, origin + done, num_bytes - done, first, step, self.vectors)
+        copy_to_ranks(
+            ctx, target + done, source + done, source_pitch, num_bytes - done, first, step, self.vectors
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllGatherPull:
-    """The pull kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight."""
+    """The pull kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight; ``early`` as in
+    ``context.enter``."""
 
     world_size: int
     threads: int
     vectors: int
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -177,7 +186,7 @@ class AllGatherPull:
     ) -> None:  # fmt: skip
         """``source``: an offset from the start of each rank's heap; ``target``: an address."""
         kernel = self.kernel(base, stride, rank, source, source_pitch, target, target_pitch, num_bytes, sender)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(
@@ -185,6 +194,7 @@ class AllGatherPull:
         target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):

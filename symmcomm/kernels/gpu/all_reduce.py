@@ -8,7 +8,17 @@ a vector from everywhere before it writes it; so it works in place. The second b
 results visible: a rank's kernel is done when all its channels have passed. With ``multimem`` the switch reduces and
 distributes; the order of its sum is its own, but one rank fetches each element, so the bits still agree.
 
-Large ordinary tensors are copied into symmetric memory first.
+**One-shot** (any tensors): every rank pushes all of its tensor, in chunks, into the peers' staging memory, where each
+reduces all; a reduce-scatter whose parts are all the same.
+
+**Staged** (any tensors): slices are pushed in chunks into the staging memory of the rank that reduces them (see
+``staged``), which keeps the result in its own tensor; then the slices go round through a second pipeline, in the same
+chunks, so that a CTA needs no other.
+
+**Push** (the result symmetric, at the same offset on all ranks): the first half of that, but a rank stores its slice
+of the result into all tensors at once: that a peer has pushed a chunk to here says that it has started the kernel, and
+that this chunk of its tensor is no longer needed. At the end all hear from all that the results are stored. In either
+pipeline, ``staged`` or ``paired``.
 """
 
 from __future__ import annotations
@@ -17,16 +27,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu.all_gather import first_unit, num_units
 from symmcomm.kernels.gpu.all_reduce_ll import slice_bytes
+from symmcomm.kernels.gpu.all_to_all import Exchange, Parts
 from symmcomm.kernels.gpu.barrier import sync
-from symmcomm.kernels.gpu.context import Context, begin, block, end
+from symmcomm.kernels.gpu.context import Context, begin, block, end, enter
 from symmcomm.kernels.gpu.copy import clip
 from symmcomm.kernels.gpu.elements import Reduction
+from symmcomm.kernels.gpu.paired import final_epoch, lane_of, run
 from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
+from symmcomm.kernels.gpu.reduce_scatter import ReduceIncoming
+from symmcomm.kernels.gpu.staged import proceed, start
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.layout_gpu import Layout, Phase
 
@@ -34,7 +49,7 @@ from symmcomm.schedule.layout_gpu import Layout, Phase
 @dataclass(frozen=True, kw_only=True)
 class AllReduceTwoShot:
     """The two-shot kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight (of each rank's tensor),
-    ``multimem`` whether the switch reduces; then ``multicast_base`` must be one."""
+    ``multimem`` whether the switch reduces; then ``multicast_base`` must be one; ``early`` as in ``context.enter``."""
 
     dtype: DType
     op: Op
@@ -43,6 +58,7 @@ class AllReduceTwoShot:
     threads: int
     vectors: int
     multimem: bool = False
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -55,13 +71,14 @@ class AllReduceTwoShot:
     ) -> None:  # fmt: skip
         """``offset``: of ``count`` elements from the start of each rank's heap."""
         kernel = self.kernel(base, stride, rank, multicast_base, offset, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(
         self, base: Int64, stride: Int64, rank: Int32, multicast_base: Int64, offset: Int64, count: Int64
     ) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):
@@ -80,3 +97,144 @@ class AllReduceTwoShot:
                 reduce_bytes(reduction, where, clip(num_bytes - at, per_rank), first, step, self.vectors)
                 sync(ctx, block(), epoch + 2, Phase.leave, False)
             end(ctx, block(), epoch + 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceOneShot:
+    """The one-shot kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight,
+    ``chunk_bytes`` at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``; ``early`` as in
+    ``context.enter``. At most NUM_STAGED_CHANNELS CTAs."""
+
+    dtype: DType
+    op: Op
+    world_size: int
+    arch: int
+    threads: int
+    vectors: int
+    chunk_bytes: int
+    early: bool = False
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Placeholders for ``compile``."""
+        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
+
+    @cute.jit
+    def __call__(
+        self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64, grid: Int32,
+        stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
+        """``source`` and ``result``: addresses of ``count`` elements, which may be the same."""
+        kernel = self.kernel(base, stride, rank, source, result, count)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+
+    @cute.kernel
+    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
+        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
+        num_bytes, lane = count * self.dtype.itemsize, lane_of(False, self.chunk_bytes)
+        parts = Parts(
+            rank=rank, source=source, source_pitch=Int64(0), target=result, target_pitch=Int64(0),
+            num_bytes=num_bytes, sender=None,
+        )  # fmt: skip
+        job = ReduceIncoming(
+            ctx=ctx, parts=parts, lane=lane, threads=self.threads, vectors=self.vectors,
+            reduction=Reduction(self.dtype, self.op, self.world_size, self.arch), own=source, own_bytes=num_bytes,
+            targets=(result,),
+        )  # fmt: skip
+        in_order, epoch = begin(ctx, block())
+        num = lane.num_chunks(num_bytes)
+        if in_order and num > 0:
+            start(ctx, epoch, job)
+            proceed(ctx, epoch, num, job)
+            end(ctx, block(), epoch + Uint32(num))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slices:
+    """The parts that an all-reduce moves: slices of ``num_bytes``, one for each rank, of one tensor that ends after
+    ``total``. Attributes: ``reduced`` whether this rank's slice goes to all, or each its way to be reduced."""
+
+    rank: Any
+    tensor: Any
+    num_bytes: Any
+    total: Any
+    reduced: bool
+
+    def outgoing(self, peer: Any) -> tuple[Any, Any]:
+        """Address and bytes of what goes to the peer."""
+        return self.incoming(self.rank if self.reduced else peer)
+
+    def incoming(self, peer: Any) -> tuple[Any, Any]:
+        """Address and bytes of the peer's slice."""
+        at = Int64(peer) * self.num_bytes
+        return self.tensor + at, clip(self.total - at, self.num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceStaged:
+    """The push and staged kernels. Attributes: ``symmetric`` whether the result is (push), ``paired``
+    whether CTAs work in pairs (push only; their number is even then), ``threads`` a CTA, ``vectors`` of each source a
+    thread has in flight, ``chunk_bytes`` of a slice at a time: a multiple of 16, at most the layout's
+    ``staging_slot_bytes``; ``early`` as in ``context.enter``. At most NUM_STAGED_CHANNELS CTAs."""
+
+    dtype: DType
+    op: Op
+    world_size: int
+    arch: int
+    threads: int
+    vectors: int
+    chunk_bytes: int
+    symmetric: bool
+    paired: bool = False
+    early: bool = False
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Placeholders for ``compile``."""
+        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
+
+    @cute.jit
+    def __call__(
+        self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64, grid: Int32,
+        stream: cuda.CUstream,
+    ) -> None:  # fmt: skip
+        """``source`` and ``result``: addresses of ``count`` elements, which may be the same. If ``symmetric``, the
+        result is in the heap, at the same offset on all ranks."""
+        kernel = self.kernel(base, stride, rank, source, result, count)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+
+    @cute.kernel
+    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
+        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
+        total, lane = count * self.dtype.itemsize, lane_of(self.paired, self.chunk_bytes)
+        per_rank = slice_bytes(total, self.world_size)
+        slices: dict[str, Any] = {"rank": rank, "num_bytes": per_rank, "total": total}
+        parts, results = Slices(**slices, tensor=source, reduced=False), Slices(**slices, tensor=result, reduced=True)
+        own, own_bytes = parts.outgoing(rank)
+        target, _ = results.outgoing(rank)
+        hops = range(self.world_size if self.symmetric else 1)
+        common: dict[str, Any] = {"ctx": ctx, "lane": lane, "threads": self.threads, "vectors": self.vectors}
+        job = ReduceIncoming(
+            **common, parts=parts, own=own, own_bytes=own_bytes,
+            reduction=Reduction(self.dtype, self.op, self.world_size, self.arch),
+            targets=tuple(target + Int64(ctx.neighbour(hop) - rank) * stride for hop in hops),
+        )  # fmt: skip
+        in_order, epoch = begin(ctx, block())
+        num = lane.num_chunks(per_rank)
+        if in_order and num > 0:
+            if cutlass.const_expr(self.paired):
+                run(ctx, epoch, num, job, True)
+                end(ctx, block(), final_epoch(block(), epoch, num))
+            else:
+                start(ctx, epoch, job)
+                met = proceed(ctx, epoch, num, job)
+                epoch += Uint32(num)
+                if met:
+                    if cutlass.const_expr(self.symmetric):
+                        sync(ctx, block(), epoch + 1, Phase.leave, False)
+                    else:
+                        cute.arch.sync_threads()  # other threads have reduced what this one sends
+                        back = Exchange(**common, parts=results)
+                        start(ctx, epoch, back)
+                        proceed(ctx, epoch, num, back)
+                end(ctx, block(), epoch + (Uint32(1) if self.symmetric else Uint32(num)))

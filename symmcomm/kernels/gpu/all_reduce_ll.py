@@ -17,16 +17,17 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu import cells as ll
-from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
+from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
 from symmcomm.kernels.gpu.elements import Reduction
+from symmcomm.kernels.gpu.primitives import pick
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.layout_gpu import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceLL:
-    """The LL kernel. Attributes: ``threads`` a CTA, ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``.
-    Launch with ``grid`` = ⌈bytes / 8 / (threads · cells)⌉ CTAs."""
+    """The LL kernel. Attributes: ``threads`` a CTA, ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``;
+    ``early`` as in ``context.enter``. Launch with as many CTAs as the data has parts of ``cells`` rows."""
 
     dtype: DType
     op: Op
@@ -34,6 +35,7 @@ class AllReduceLL:
     arch: int
     threads: int
     cells: int
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -46,35 +48,37 @@ class AllReduceLL:
     ) -> None:  # fmt: skip
         """``source`` and ``result``: addresses of ``count`` elements, which may be the same."""
         kernel = self.kernel(base, stride, rank, source, result, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         reduction = Reduction(self.dtype, self.op, self.world_size, self.arch)
-        itemsize, num_bytes = self.dtype.itemsize, count * self.dtype.itemsize
-        first, step = ll.first_byte(self.threads, self.cells), self.threads * ll.PAYLOAD_BYTES
+        cells = ll.Cells(self.threads, self.cells, self.dtype.itemsize)
+        num_bytes, first = count * self.dtype.itemsize, cells.first_byte()
         # In flight together with the loads of begin().
-        own = [ll.load_payload(source, first + k * step, num_bytes, itemsize) for k in range(self.cells)]
+        own = [ll.load_words(source, first + k * cells.row_bytes, num_bytes, cells) for k in range(self.cells)]
         in_order, epoch = begin(ctx, block())
-        epoch += 1
         if in_order:
+            ll.remind(ctx, epoch)
+            epoch += 1
             for k in cutlass.range_constexpr(self.cells):
-                if first + k * step < num_bytes:
+                if first + k * cells.row_bytes < num_bytes:
                     for hop in cutlass.range_constexpr(1, self.world_size):
                         ll.send(ctx, epoch, ctx.neighbour(hop), k * self.threads + thread(), own[k])
-            got, arrived = ll.receive(ctx, epoch, first, num_bytes, None, self.threads, self.cells)
+            got, arrived = ll.receive(ctx, cells, epoch, first, num_bytes, None)
             if arrived:
                 for k in cutlass.range_constexpr(self.cells):
-                    ordered = ll.in_rank_order(rank, own[k], got, k, self.cells, self.world_size)
-                    ll.store_payload(result, first + k * step, num_bytes, itemsize, reduction.reduce(ordered))
+                    words = reduction.reduce(ll.in_rank_order(ctx, cells, own[k], got, k))
+                    ll.store_words(result, first + k * cells.row_bytes, num_bytes, cells, words)
             end(ctx, block(), epoch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceLLTwoShot:
-    """The LL two-shot kernel. Attributes as of ``AllReduceLL``. Launch with ``grid`` = ⌈``slice_bytes`` / 8 /
-    (threads · cells)⌉ CTAs."""
+    """The LL two-shot kernel. Attributes as of ``AllReduceLL``. Launch with as many CTAs as a slice (``slice_bytes``)
+    has parts of ``cells`` rows."""
 
     dtype: DType
     op: Op
@@ -82,6 +86,7 @@ class AllReduceLLTwoShot:
     arch: int
     threads: int
     cells: int
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -94,55 +99,80 @@ class AllReduceLLTwoShot:
     ) -> None:  # fmt: skip
         """``source`` and ``result``: addresses of ``count`` elements, which may be the same."""
         kernel = self.kernel(base, stride, rank, source, result, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        num_bytes, per_rank = count * self.dtype.itemsize, slice_bytes(count * self.dtype.itemsize, self.world_size)
-        first, step = ll.first_byte(self.threads, self.cells), self.threads * ll.PAYLOAD_BYTES
-        own = [self._read(ctx, source, per_rank, first + k * step, num_bytes) for k in range(self.cells)]
+        enter(self.early)
+        cells = ll.Cells(self.threads, self.cells, self.dtype.itemsize)
+        slices = Slices(self.world_size, source, result, count * self.dtype.itemsize)
+        first, step = cells.first_byte(), cells.row_bytes
+        own = [
+            [slices.load(ctx.neighbour(hop), first + k * step, cells) for hop in range(self.world_size)]
+            for k in range(self.cells)
+        ]
         in_order, epoch = begin(ctx, block())
         if in_order:
+            ll.remind(ctx, epoch)
             for k in cutlass.range_constexpr(self.cells):
-                if first + k * step < per_rank:
+                if first + k * step < slices.num_bytes:
                     for hop in cutlass.range_constexpr(1, self.world_size):
                         ll.send(ctx, epoch + 1, ctx.neighbour(hop), k * self.threads + thread(), own[k][hop])
-            got, arrived = ll.receive(ctx, epoch + 1, first, per_rank, None, self.threads, self.cells)
+            got, arrived = ll.receive(ctx, cells, epoch + 1, first, slices.num_bytes, None)
             if arrived:
-                self._distribute(ctx, epoch + 2, [words[0] for words in own], got, result, num_bytes, per_rank)
+                self._distribute(ctx, cells, slices, epoch + 2, [words[0] for words in own], got)
             end(ctx, block(), epoch + 2)
-
-    def _read(self, ctx: Context, source: Any, per_rank: Any, at: Any, num_bytes: Any) -> list[Any]:
-        """The words at that byte of this rank's slice and of those of the ranks after it."""
-        starts = [Int64(ctx.neighbour(hop)) * per_rank for hop in range(self.world_size)]
-        return [ll.load_payload(source, start + at, num_bytes, self.dtype.itemsize) for start in starts]
 
     @cute.jit
     def _distribute(
-        self, ctx: cutlass.Constexpr, epoch: Uint32, own: cutlass.Constexpr, got: cutlass.Constexpr, result: Int64,
-        num_bytes: Int64, per_rank: Int64,
+        self, ctx: cutlass.Constexpr, cells: cutlass.Constexpr, slices: cutlass.Constexpr, epoch: Uint32,
+        own: cutlass.Constexpr, got: cutlass.Constexpr,
     ) -> None:  # fmt: skip
         """Reduces this rank's cells, sends them to all, and stores those of all slices."""
         reduction = Reduction(self.dtype, self.op, self.world_size, self.arch)
-        first, step = ll.first_byte(self.threads, self.cells), self.threads * ll.PAYLOAD_BYTES
-        itemsize, world_size = self.dtype.itemsize, self.world_size
-        reduced = [
-            reduction.reduce(ll.in_rank_order(ctx.rank, own[k], got, k, self.cells, world_size))
-            for k in range(self.cells)
-        ]
+        first, step = cells.first_byte(), cells.row_bytes
+        reduced = [reduction.reduce(ll.in_rank_order(ctx, cells, own[k], got, k)) for k in range(self.cells)]
         for k in cutlass.range_constexpr(self.cells):
-            if first + k * step < per_rank:
-                for hop in cutlass.range_constexpr(1, world_size):
+            if first + k * step < slices.num_bytes:
+                for hop in cutlass.range_constexpr(1, self.world_size):
                     ll.send(ctx, epoch, ctx.neighbour(hop), k * self.threads + thread(), reduced[k])
-                ll.store_payload(result, ctx.rank * per_rank + first + k * step, num_bytes, itemsize, reduced[k])
-        results, arrived = ll.receive(ctx, epoch, first, per_rank, None, self.threads, self.cells)
+                slices.store(ctx.rank, first + k * step, cells, reduced[k])
+        results, arrived = ll.receive(ctx, cells, epoch, first, slices.num_bytes, None)
         if arrived:
             for index, peer in enumerate(ll.senders(ctx)):
                 for k in cutlass.range_constexpr(self.cells):
-                    if peer != ctx.rank and first + k * step < per_rank:
-                        words = ll.payload(results, index, k, self.cells)
-                        ll.store_payload(result, peer * per_rank + first + k * step, num_bytes, itemsize, words)
+                    if peer != ctx.rank:
+                        slices.store(peer, first + k * step, cells, ll.words_of(cells, results, index, k))
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices of an all-reduce from ``source`` to ``result``, of ``total`` bytes."""
+
+    world_size: int
+    source: Any
+    result: Any
+    total: Any
+
+    @property
+    def num_bytes(self) -> Any:
+        """Of a slice, the last ones excepted."""
+        return slice_bytes(self.total, self.world_size)
+
+    def load(self, index: Any, at: Any, cells: ll.Cells) -> list[Any]:
+        """A cell's words at that byte of a slice."""
+        return ll.load_words(self.source, *self._place(index, at), cells)
+
+    def store(self, index: Any, at: Any, cells: ll.Cells, words: list[Any]) -> None:
+        """Stores a cell's words at that byte of a slice, as far as the slice goes."""
+        ll.store_words(self.result, *self._place(index, at), cells, words)
+
+    def _place(self, index: Any, at: Any) -> tuple[Any, Any]:
+        """Where it is in the tensor, and where the slice ends there."""
+        start, num_bytes = Int64(index) * self.num_bytes, self.num_bytes
+        stop = start + num_bytes
+        return start + at, pick(stop < self.total, stop, self.total)
 
 
 def slice_bytes(num_bytes: Any, world_size: int) -> Any:

@@ -23,10 +23,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
+from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
 from symmcomm.kernels.gpu.copy import clip, copy_bytes
+from symmcomm.kernels.gpu.paired import lane_of, transfer
 from symmcomm.kernels.gpu.primitives import complain, load, pick, store
-from symmcomm.kernels.gpu.staged import chunk_offset, hear, num_chunks, proceed, start
+from symmcomm.kernels.gpu.staged import Lane, hear, proceed, start
 from symmcomm.schedule.layout_gpu import Layout, Phase
 
 ROW_BYTES = 32
@@ -86,32 +87,32 @@ class Exchange:
 
     ctx: Context
     parts: Any
-    chunk_bytes: int
+    lane: Lane
     threads: int
     vectors: int
 
     @cute.jit
     def push(self, chunk: Int32, number: Uint32) -> None:
         """Sends the CTA's chunk of each part."""
-        ctx, at = self.ctx, chunk_offset(chunk, self.chunk_bytes)
+        ctx, at = self.ctx, self.lane.offset(chunk)
         for hop in cutlass.range(1, ctx.world_size, unroll=1):
             peer = ctx.neighbour(hop)
             address, num_bytes = self.parts.outgoing(peer)
-            slot = ctx.staging_slot(peer, block(), number, ctx.rank)
-            size = clip(num_bytes - at, self.chunk_bytes)
+            slot = ctx.staging_slot(peer, self.lane.channel, number, ctx.rank)
+            size = clip(num_bytes - at, self.lane.chunk_bytes)
             copy_bytes(slot, address + at, size, Int64(thread()), Int64(self.threads), self.vectors)
 
     @cute.jit
     def take(self, chunk: Int32, number: Uint32) -> None:
         """Copies out what has come, and the part that stays."""
-        ctx, at = self.ctx, chunk_offset(chunk, self.chunk_bytes)
+        ctx, at = self.ctx, self.lane.offset(chunk)
         for hop in cutlass.range(ctx.world_size, unroll=1):
             peer = ctx.neighbour(hop)
             target, num_bytes = self.parts.incoming(peer)
             kept, kept_bytes = self.parts.outgoing(peer)
-            origin = pick(hop == 0, kept + at, ctx.staging_slot(ctx.rank, block(), number, peer))
+            origin = pick(hop == 0, kept + at, ctx.staging_slot(ctx.rank, self.lane.channel, number, peer))
             num_bytes = pick((hop == 0) & (kept_bytes < num_bytes), kept_bytes, num_bytes)
-            size = clip(num_bytes - at, self.chunk_bytes)
+            size = clip(num_bytes - at, self.lane.chunk_bytes)
             if origin != target + at:
                 copy_bytes(target + at, origin, size, Int64(thread()), Int64(self.threads), self.vectors)
 
@@ -121,13 +122,17 @@ class AllToAllStaged:
     """Equal parts through staging memory; all-gather if the source pitch is 0, scatter or broadcast with a sender.
 
     Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight, ``chunk_bytes`` of a part at a time: a multiple
-    of 16, at most the layout's ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs.
+    of 16, at most the layout's ``staging_slot_bytes``; ``paired`` whether CTAs work in pairs (see ``paired``), then
+    their number is even, and nothing may be written that is sent; ``early`` as in ``context.enter``. At most
+    NUM_STAGED_CHANNELS CTAs.
     """
 
     world_size: int
     threads: int
     vectors: int
     chunk_bytes: int
+    paired: bool = False
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -140,7 +145,7 @@ class AllToAllStaged:
     ) -> None:  # fmt: skip
         """``source`` and ``target``: addresses; pitches and ``num_bytes`` (of one part, not 0) in bytes."""
         kernel = self.kernel(base, stride, rank, source, source_pitch, target, target_pitch, num_bytes, sender)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(
@@ -148,19 +153,17 @@ class AllToAllStaged:
         target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         parts = Parts(
             rank=rank, source=source, source_pitch=source_pitch, target=target, target_pitch=target_pitch,
             num_bytes=num_bytes, sender=sender,
         )  # fmt: skip
-        job = Exchange(
-            ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors
-        )
+        lane = lane_of(self.paired, self.chunk_bytes)
+        job = Exchange(ctx=ctx, parts=parts, lane=lane, threads=self.threads, vectors=self.vectors)
         in_order, epoch = begin(ctx, block())
-        num = num_chunks(num_bytes, self.chunk_bytes)
+        num = lane.num_chunks(num_bytes)
         if in_order and num > 0:
-            start(ctx, epoch, job)
-            proceed(ctx, epoch, num, job)
-            end(ctx, block(), epoch + Uint32(num))
+            end(ctx, block(), transfer(ctx, epoch, num, job, self.paired))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,10 +191,9 @@ class AllToAllUneven:
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, target: Int64, table: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        job = Exchange(
-            ctx=ctx, parts=TableOfParts(table=table, source=source, target=target), chunk_bytes=self.chunk_bytes,
-            threads=self.threads, vectors=self.vectors,
-        )  # fmt: skip
+        parts = TableOfParts(table=table, source=source, target=target)
+        lane = lane_of(False, self.chunk_bytes)
+        job = Exchange(ctx=ctx, parts=parts, lane=lane, threads=self.threads, vectors=self.vectors)
         in_order, epoch = begin(ctx, block())
         if in_order:
             largest = self._publish(ctx, epoch, table)
@@ -233,7 +235,7 @@ class AllToAllUneven:
                 self._complain(ctx, peer, awaits, comes)
             elif taken != sends:
                 self._complain(ctx, peer, sends, taken)
-        num = num_chunks(largest, self.chunk_bytes)
+        num = lane_of(False, self.chunk_bytes).num_chunks(largest)
         return pick(num > 0, num, Int32(1))
 
     def _complain(self, ctx: Context, peer: Any, expected: Any, seen: Any) -> None:

@@ -1,9 +1,12 @@
-"""LL cells: payload and flag in one store, so there is no barrier.
+"""LL cells: data and flag in one store, so there is no barrier.
 
-A thread packs 8 bytes of data and the flag of the channel's epoch into a 16-byte cell {low, flag, high, flag}, stores
-it into a peer's slot for this rank, and polls its own slots until every cell shows the flag. Each 64-bit half is one
-access of the memory model (a vector is not), and holds its own flag: so no half is mistaken for data, and no ordering
-is needed.
+A thread packs 12 bytes of data and the flag of the channel's epoch into a 16-byte cell, stores it into a peer's slot
+for this rank, and polls its own slots until every cell shows the flag. A cell is written and read by single accesses of
+16 bytes (``store_128``): so old data is never taken for new, and no ordering is needed. A cell of 8-byte elements holds
+one.
+
+A row is a cell of each of the CTA's threads. Word j of lane l of a warp is word ``32 · j + l`` of what the row's warp
+holds, so a warp loads and stores whole lines; a cell is in use if its first word is.
 
 When may a cell be overwritten? Slots alternate with the epoch's parity. Rank r fills p's cells at epoch e once r's
 kernel of the channel's epoch e - 1 is done. In it every CTA received something from p that p sent at e - 1 (a cell
@@ -16,6 +19,7 @@ repeated before the 32-bit counter has gone round to the very epoch at which tha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -24,16 +28,55 @@ from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from symmcomm.kernels.gpu.context import Context, block, thread
 from symmcomm.kernels.gpu.elements import load_vector, store_vector
-from symmcomm.kernels.gpu.primitives import give_up, join, load, overdue, pick, split, store
-from symmcomm.schedule.layout_gpu import Phase
+from symmcomm.kernels.gpu.primitives import (
+    give_up,
+    join,
+    load,
+    load_128,
+    overdue,
+    pick,
+    signal,
+    split,
+    store,
+    store_128,
+)
+from symmcomm.schedule.layout_gpu import LL_CELL_BYTES, Phase, ll_words
 
-_CELL_BYTES = 16
-PAYLOAD_BYTES = 8
+_WARP = 32
+_REMIND = (1 << 20) - 1
 
 
-def first_byte(threads: int, cells: int) -> Any:
-    """Where the thread's first payload lies in the data; its k-th is ``k · threads · PAYLOAD_BYTES`` further on."""
-    return (Int64(block()) * cells * threads + thread()) * PAYLOAD_BYTES
+@dataclass(frozen=True)
+class Cells:
+    """How the cells of a CTA lie in the data. Attributes: ``threads`` a CTA, ``num`` cells a thread, ``itemsize`` of an
+    element in bytes."""
+
+    threads: int
+    num: int
+    itemsize: int
+
+    @property
+    def num_words(self) -> int:
+        """Words of data in a cell."""
+        return ll_words(self.itemsize)
+
+    @property
+    def row_bytes(self) -> int:
+        """Data of the thread's next cell is that much further on."""
+        return self.threads * self.num_words * 4
+
+    def first_byte(self) -> Any:
+        """Where the thread's first word lies in the data."""
+        words = self.num_words
+        in_row = thread() * (4 * words)
+        if words == 3:
+            lane = thread() % _WARP
+            in_row = (thread() - lane) * (4 * words) + lane * 4
+        return Int64(block()) * (self.num * self.row_bytes) + Int64(in_row)
+
+    def word(self, index: int) -> int:
+        """A cell's word is that many bytes after its first."""
+        return 4 * index * (_WARP if self.num_words == 3 else 1)
 
 
 def senders(ctx: Context) -> list[Any]:
@@ -43,47 +86,55 @@ def senders(ctx: Context) -> list[Any]:
     return [Int32(peer) for peer in range(ctx.world_size)]
 
 
-def send(ctx: Context, epoch: Any, peer: Any, cell: Any, payload: Any, when: Any = None) -> None:
-    """Stores two words into cell ``cell`` of this rank's slot at the peer."""
-    halves = [Uint64(join(word, epoch | Uint32(1))) for word in payload]
-    address = ctx.ll_slot(peer, block(), epoch, ctx.rank) + Int64(cell) * _CELL_BYTES
-    store(address, halves, semantics="relaxed", when=when)
+@cute.jit
+def remind(ctx: cutlass.Constexpr, epoch: Uint32) -> None:
+    """Cells leave the pads alone, whose words would be taken for later ones when 2³¹ epochs have passed: so now and
+    then a CTA tells the peers to what epoch its channel has come. LL kernels advance by one or two."""
+    if (epoch & _REMIND) < 2:
+        peer = thread()
+        if peer < ctx.world_size and peer != ctx.rank:
+            signal(ctx.pad(peer, block(), ctx.rank), epoch)
+
+
+def send(ctx: Context, epoch: Any, peer: Any, cell: Any, words: Any) -> None:
+    """Stores two or three words into cell ``cell`` of this rank's slot at the peer."""
+    third = words[2] if len(words) == 3 else Uint32(0)
+    address = ctx.ll_slot(peer, block(), epoch, ctx.rank) + Int64(cell) * LL_CELL_BYTES
+    store_128(address, join(words[0], words[1]), join(third, epoch | Uint32(1)))
 
 
 @cute.jit
 def receive(
-    ctx: cutlass.Constexpr, epoch: Uint32, first: Int64, num_bytes: Int64, sender: Any, threads: cutlass.Constexpr,
-    cells: cutlass.Constexpr,
-) -> Any:  # fmt: skip
+    ctx: cutlass.Constexpr, cells: cutlass.Constexpr, epoch: Uint32, first: Int64, num_bytes: Int64, sender: Any
+) -> Any:
     """The thread's cells of all ``senders`` (or of the one rank ``sender``, unless it is None), and whether all came.
 
-    The words are those of ``payload``; undefined where the data, of ``num_bytes``, has ended before a cell.
+    The words are those of ``words_of``; undefined where the data, of ``num_bytes``, has ended before a cell.
     """
     ranks = senders(ctx)
-    num = len(ranks) * cells
+    num = len(ranks) * cells.num
     got = cute.make_rmem_tensor((2 * num,), Uint64)
-    slots = [ctx.ll_slot(ctx.rank, block(), epoch, peer) + Int64(thread()) * _CELL_BYTES for peer in ranks]
+    slots = [ctx.ll_slot(ctx.rank, block(), epoch, peer) + Int64(thread()) * LL_CELL_BYTES for peer in ranks]
     flag = epoch | 1
     tries, since, late, missing = Int32(0), Int64(0), Boolean(False), Uint32(1)
     while missing != 0 and not late:
         missing = Uint32(0)
         for i in cutlass.range_constexpr(num):
-            address = slots[i // cells] + i % cells * threads * _CELL_BYTES
-            got[2 * i], got[2 * i + 1] = load(address, Uint64, num=2, semantics="relaxed")
+            address = slots[i // cells.num] + i % cells.num * cells.threads * LL_CELL_BYTES
+            got[2 * i], got[2 * i + 1] = load_128(address)
         for i in cutlass.range_constexpr(num):
-            wrong = (split(got[2 * i])[1] ^ flag) | (split(got[2 * i + 1])[1] ^ flag)
-            expected = first + i % cells * threads * PAYLOAD_BYTES < num_bytes
+            expected = first + i % cells.num * cells.row_bytes < num_bytes
             if cutlass.const_expr(ctx.world_size > 2):
-                expected = expected & (ctx.rank != i // cells)
+                expected = expected & (ctx.rank != i // cells.num)
             if cutlass.const_expr(sender is not None):
-                expected = expected & ((sender < 0) | (sender == ranks[i // cells]))
-            missing |= pick(expected, wrong, Uint32(0))
+                expected = expected & ((sender < 0) | (sender == ranks[i // cells.num]))
+            missing |= pick(expected, split(got[2 * i + 1])[1] ^ flag, Uint32(0))
         tries += 1
         late, since = overdue(ctx.state, tries, since)
     if missing != 0:
         for i in cutlass.range_constexpr(num):
-            seen, peer = split(got[2 * i])[1], ranks[i // cells]
-            expected = first + i % cells * threads * PAYLOAD_BYTES < num_bytes
+            seen, peer = split(got[2 * i + 1])[1], ranks[i // cells.num]
+            expected = first + i % cells.num * cells.row_bytes < num_bytes
             if cutlass.const_expr(sender is not None):
                 expected = expected & ((sender < 0) | (sender == peer))
             if seen != flag and expected and peer != ctx.rank:
@@ -91,49 +142,77 @@ def receive(
     return got, missing == 0
 
 
-def payload(got: Any, sender: int, k: int, cells: int) -> list[Any]:
-    """The two words of a sender's k-th cell; ``sender`` counts in ``senders``."""
-    return [split(got[2 * (sender * cells + k) + half])[0] for half in range(2)]
+def words_of(cells: Cells, got: Any, sender: int, k: int) -> list[Any]:
+    """The words of a sender's k-th cell; ``sender`` counts in ``senders``."""
+    at = 2 * (sender * cells.num + k)
+    return [*split(got[at]), split(got[at + 1])[0]][: cells.num_words]
 
 
-def in_rank_order(rank: Any, own: Any, got: Any, k: int, cells: int, world_size: int) -> list[list[Any]]:
+def in_rank_order(ctx: Context, cells: Cells, own: Any, got: Any, k: int) -> list[list[Any]]:
     """The words of all ranks: this one's ``own``, and the k-th cells of the others."""
     ordered = []
-    for peer in range(world_size):
-        other = payload(got, 0 if world_size == 2 else peer, k, cells)
-        ordered.append([pick(rank == peer, mine, theirs) for mine, theirs in zip(own, other, strict=True)])
+    for peer in range(ctx.world_size):
+        other = words_of(cells, got, 0 if ctx.world_size == 2 else peer, k)
+        ordered.append([pick(ctx.rank == peer, mine, theirs) for mine, theirs in zip(own, other, strict=True)])
     return ordered
 
 
-@cute.jit
-def load_payload(tensor: Int64, at: Int64, num_bytes: Int64, itemsize: cutlass.Constexpr) -> Any:
-    """Two words of the tensor from byte ``at`` on; zeros past its end."""
-    low, high = Uint32(0), Uint32(0)
-    if (tensor & 7) == 0 and at + PAYLOAD_BYTES <= num_bytes:
-        low, high = load(tensor + at, num=2)
-    else:
-        for i in cutlass.range_constexpr(PAYLOAD_BYTES // itemsize):
-            if at + i * itemsize < num_bytes:
-                low, high = _insert(low, high, load_vector(tensor + at + i * itemsize, itemsize), i * itemsize)
-    return low, high
-
-
-def _insert(low: Any, high: Any, words: list[Any], byte: int) -> tuple[Any, Any]:
-    """Puts an element at a byte of the pair."""
-    if len(words) == 2:
-        return words[0], words[1]
-    moved = words[0] << Uint32(8 * (byte % 4))
-    return (low | moved, high) if byte < 4 else (low, high | moved)
+def load_words(tensor: Any, at: Any, end: Any, cells: Cells) -> list[Any]:
+    """A cell's words from byte ``at`` of the tensor on; undefined from byte ``end`` on."""
+    return list(_load_words(tensor, at, end, cells))[: cells.num_words]
 
 
 @cute.jit
-def store_payload(tensor: Int64, at: Int64, num_bytes: Int64, itemsize: cutlass.Constexpr, words: list[Any]) -> None:
-    """The opposite of ``load_payload``; nothing is written past the tensor's end."""
-    if (tensor & 7) == 0 and at + PAYLOAD_BYTES <= num_bytes:
-        store(tensor + at, words)
+def _load_words(tensor: Int64, at: Int64, end: Int64, cells: cutlass.Constexpr) -> Any:
+    low, middle, high = Uint32(0), Uint32(0), Uint32(0)
+    if cutlass.const_expr(cells.itemsize == 8):
+        low, middle = load(tensor + at, num=2, when=at < end)
     else:
-        for i in cutlass.range_constexpr(PAYLOAD_BYTES // itemsize):
-            if at + i * itemsize < num_bytes:
-                byte = i * itemsize
-                element = words if itemsize == 8 else [words[byte // 4] >> Uint32(8 * (byte % 4))]
-                store_vector(tensor + at + byte, element, itemsize)
+        if _are_words(tensor, end):
+            low, middle, high = _words(tensor, at, end, cells)
+        else:
+            low, middle, high = _elements(tensor, at, end, cells)
+    return low, middle, high
+
+
+def _are_words(tensor: Any, end: Any) -> Any:
+    """Whether words are whole: the same on all threads."""
+    return ((tensor | end) & 3) == 0
+
+
+def _words(tensor: Any, at: Any, end: Any, cells: Cells) -> tuple[Any, ...]:
+    here = [at + cells.word(j) for j in range(3)]
+    return tuple(load(tensor + byte, when=byte < end)[0] for byte in here)
+
+
+def _elements(tensor: Any, at: Any, end: Any, cells: Cells) -> tuple[Any, ...]:
+    """An undefined element spoils only those behind it in its word, which are past the end too."""
+    words = []
+    for j in range(3):
+        word = Uint32(0)
+        for byte in range(0, 4, cells.itemsize):
+            here = at + (cells.word(j) + byte)
+            word = word | (load_vector(tensor + here, cells.itemsize, when=here < end)[0] << Uint32(8 * byte))
+        words.append(word)
+    return tuple(words)
+
+
+@cute.jit
+def store_words(tensor: Int64, at: Int64, end: Int64, cells: cutlass.Constexpr, words: list[Any]) -> None:
+    """The opposite of ``load_words``; nothing is written from byte ``end`` on."""
+    if cutlass.const_expr(cells.itemsize == 8):
+        store(tensor + at, words, when=at < end)
+    else:
+        if _are_words(tensor, end):
+            for j in cutlass.range_constexpr(3):
+                here = at + cells.word(j)
+                store(tensor + here, [words[j]], when=here < end)
+        else:
+            _store_elements(tensor, at, end, cells, words)
+
+
+def _store_elements(tensor: Any, at: Any, end: Any, cells: Cells, words: list[Any]) -> None:
+    for j in range(3):
+        for byte in range(0, 4, cells.itemsize):
+            here = at + (cells.word(j) + byte)
+            store_vector(tensor + here, [words[j] >> Uint32(8 * byte)], cells.itemsize, when=here < end)

@@ -43,7 +43,7 @@ class Context:
         return self.base + Int64(peer) * self.stride + Int64(offset)
 
     def neighbour(self, step: Any) -> Any:
-        """The rank ``step`` (0 ≤ step < world_size) after this one, round the ring."""
+        """The rank ``step`` (0 ≤ step ≤ world_size) after this one, round the ring."""
         peer = self.rank + Int32(step)
         return peer - Int32(peer >= Int32(self.world_size)) * Int32(self.world_size)
 
@@ -80,6 +80,16 @@ def thread() -> Any:
 def block() -> Any:
     """Index of the CTA, which is its channel."""
     return cute.arch.block_idx()[0]
+
+
+def enter(early: bool) -> None:
+    """Starts a kernel. ``early``: it is launched so that its CTAs may take their places while the kernel before still
+    runs (programmatic dependent launch, from sm_90 on), and waits here until that one is done and its writes are seen;
+    then it lets the one after it come. Not for ranks that share a GPU: a CTA that waits could take a place that a
+    peer's kernel, for which the one before waits, needs."""
+    if early:
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
 
 @cute.jit

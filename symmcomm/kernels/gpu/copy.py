@@ -32,6 +32,39 @@ def copy_bytes(
 
 
 @cute.jit
+def copy_to_ranks(
+    ctx: cutlass.Constexpr, target: Int64, source: Int64, pitch: Int64, num_bytes: Int64, first: Int64, step: Int64,
+    vectors: cutlass.Constexpr,
+) -> None:  # fmt: skip
+    """``num_bytes`` from ``source + peer · pitch`` to offset ``target`` of every peer's heap, the own one included. All
+    get a batch before anybody gets the next, so that the local copy hides behind the link."""
+    bits = ctx.peer_address(ctx.rank, target) | source | pitch  # strides are multiples of pages
+    done = Int64(0)
+    if (bits & 15) == 0:
+        done = num_bytes & ~15
+        _sweep_ranks(ctx, target, source, pitch, done >> 4, first, step, vectors, 16)
+    elif (bits & 3) == 0:
+        done = num_bytes & ~3
+        _sweep_ranks(ctx, target, source, pitch, done >> 2, first, step, vectors, 4)
+    _sweep_ranks(ctx, target + done, source + done, pitch, num_bytes - done, first, step, 1, 1)
+
+
+@cute.jit
+def _sweep_ranks(
+    ctx: cutlass.Constexpr, target: Int64, source: Int64, pitch: Int64, num: Int64, first: Int64, step: Int64,
+    vectors: cutlass.Constexpr, unit: cutlass.Constexpr,
+) -> None:  # fmt: skip
+    i = first
+    while i < opaque(num):
+        for hop in cutlass.range(1, ctx.world_size + 1, unroll=1):
+            peer = ctx.neighbour(hop)
+            place, origin = ctx.peer_address(peer, target), source + Int64(peer) * pitch
+            if place != origin:
+                _batch(place, origin, num, i, step, vectors, unit, False)
+        i += vectors * step
+
+
+@cute.jit
 def multicast_vectors(
     target: Int64, source: Int64, num: Int64, first: Int64, step: Int64, vectors: cutlass.Constexpr
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from symmcomm.kernels.gpu.all_gather import AllGatherLL, AllGatherPull, AllGatherPush
-from symmcomm.kernels.gpu.all_reduce import AllReduceTwoShot
+from symmcomm.kernels.gpu.all_reduce import AllReduceOneShot, AllReduceStaged, AllReduceTwoShot
 from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLL, AllReduceLLTwoShot
 from symmcomm.kernels.gpu.all_to_all import AllToAllStaged, AllToAllUneven
 from symmcomm.kernels.gpu.compile import Kernel
@@ -14,39 +14,47 @@ from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.select_gpu import Algorithm, Launch
 
 
-def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int) -> Kernel:
-    """See ``select_gpu.choose``; ``arch`` as in ``sm_<arch>``."""
+def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False) -> Kernel:
+    """See ``select_gpu.choose``; ``arch`` as in ``sm_<arch>``, ``early`` as in ``context.enter``."""
     reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
     match shape.algorithm:
         case Algorithm.ll:
-            return AllReduceLL(**reduction, threads=shape.threads, cells=shape.unroll)
+            return AllReduceLL(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
         case Algorithm.ll_two_shot:
-            return AllReduceLLTwoShot(**reduction, threads=shape.threads, cells=shape.unroll)
-    return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll)
+            return AllReduceLLTwoShot(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
+        case Algorithm.two_shot:
+            return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll, early=early)
+    chunks = _chunks(shape, early)
+    if shape.algorithm is Algorithm.one_shot:
+        return AllReduceOneShot(**reduction, **chunks)
+    paired = shape.algorithm is Algorithm.paired
+    return AllReduceStaged(**reduction, **chunks, symmetric=shape.algorithm is not Algorithm.staged, paired=paired)
 
 
-def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int) -> Kernel:
-    """See ``select_gpu.choose_reduce_scatter``; ``arch`` as in ``sm_<arch>``."""
+def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False) -> Kernel:
+    """See ``select_gpu.choose_reduce_scatter``; ``arch`` as in ``sm_<arch>``, ``early`` as in ``context.enter``."""
     reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
     match shape.algorithm:
         case Algorithm.ll:
-            return ReduceScatterLL(**reduction, threads=shape.threads, cells=shape.unroll)
+            return ReduceScatterLL(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
         case Algorithm.pull:
-            return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll)
-    return ReduceScatterStaged(**reduction, threads=shape.threads, vectors=shape.unroll, chunk_bytes=shape.chunk_bytes)
+            return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll, early=early)
+    chunks = _chunks(shape, early)
+    return ReduceScatterStaged(**reduction, **chunks, paired=shape.algorithm is Algorithm.paired)
 
 
-def all_gather(shape: Launch, world_size: int, same: bool) -> Kernel:
-    """See ``select_gpu.choose_all_gather``; ``same``: all takers get the same."""
+def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False) -> Kernel:
+    """See ``select_gpu.choose_all_gather``; ``same``: all takers get the same; ``early`` as in ``context.enter``."""
     threads, unroll = shape.threads, shape.unroll
     match shape.algorithm:
         case Algorithm.ll:
-            return AllGatherLL(world_size=world_size, same=same, threads=threads, cells=unroll)
+            return AllGatherLL(world_size=world_size, same=same, threads=threads, cells=unroll, early=early)
         case Algorithm.push:
-            return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll)
+            return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll, early=early)
         case Algorithm.pull:
-            return AllGatherPull(world_size=world_size, threads=threads, vectors=unroll)
-    return AllToAllStaged(world_size=world_size, threads=threads, vectors=unroll, chunk_bytes=shape.chunk_bytes)
+            return AllGatherPull(world_size=world_size, threads=threads, vectors=unroll, early=early)
+    paired = shape.algorithm is Algorithm.paired
+    return AllToAllStaged(world_size=world_size, **_chunks(shape, early), paired=paired)
 
 
 def all_to_all_uneven(shape: Launch, world_size: int) -> Kernel:
@@ -54,3 +62,7 @@ def all_to_all_uneven(shape: Launch, world_size: int) -> Kernel:
     return AllToAllUneven(
         world_size=world_size, threads=shape.threads, vectors=shape.unroll, chunk_bytes=shape.chunk_bytes
     )
+
+
+def _chunks(shape: Launch, early: bool) -> dict[str, Any]:
+    return {"threads": shape.threads, "vectors": shape.unroll, "chunk_bytes": shape.chunk_bytes, "early": early}

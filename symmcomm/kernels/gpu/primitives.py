@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.arch import inline_ptx
 from cutlass.cutlass_dsl import select_
@@ -59,6 +59,19 @@ def store(
     inline_ptx(code, read_only_args=[address, *values], predicate=when)
 
 
+def load_128(address: Any) -> tuple[Any, Any]:
+    """16 bytes by one relaxed access at system scope, as two ``Uint64``; address aligned to them. Unlike a vector, a
+    ``.b128`` is one value whose access is not divided, as 16-byte atomics of the CUDA C++ library have it too."""
+    code = "{\n.reg .b128 both;\nld.relaxed.sys.global.b128 both, [{$r0}];\nmov.b128 {{$w0}, {$w1}}, both;\n}"
+    return tuple(inline_ptx(code, write_only_types=[Uint64, Uint64], read_only_args=[address]))
+
+
+def store_128(address: Any, low: Any, high: Any) -> None:
+    """The opposite of ``load_128``."""
+    code = "{\n.reg .b128 both;\nmov.b128 both, {{$r1}, {$r2}};\nst.relaxed.sys.global.b128 [{$r0}], both;\n}"
+    inline_ptx(code, read_only_args=[address, Uint64(low), Uint64(high)])
+
+
 def load_narrow(address: Any, num_bytes: int, *, when: Any = None) -> Any:
     """One or two bytes, zero-extended."""
     code = f"ld.global.u{8 * num_bytes} {{$w0}}, [{{$r0}}];"
@@ -86,11 +99,6 @@ def exchange(address: Any, value: Any, *, semantics: str, scope: str = "sys") ->
 def reduce_add(address: Any, value: Any, *, semantics: str = "relaxed", scope: str = "sys") -> None:
     """Adds to a 32-bit word; nothing comes back."""
     inline_ptx(f"red.{semantics}.{scope}.global.add.u32 [{{$r0}}], {{$r1}};", read_only_args=[address, Uint32(value)])
-
-
-def fence(semantics: str = "acq_rel", scope: str = "sys") -> None:
-    """Orders this thread's accesses before and after it."""
-    inline_ptx(f"fence.{semantics}.{scope};")
 
 
 def globaltimer() -> Any:
@@ -222,17 +230,11 @@ def complain(
         _leave_record(state, rank, peer, channel, expected, seen, phase)
 
 
-@cute.jit
-def _leave_record(
-    state: Int64, rank: Int32, peer: Int32, channel: Int32, expected: Uint32, seen: Uint32, phase: Int32
-) -> None:
+def _leave_record(state: Any, *fields: Any) -> None:
+    """What a Record says, in its order, ``valid`` excepted."""
     record = load(state + at.RECORD, Int64)[0]
-    store(record + 4, [Uint32(rank)], semantics="relaxed")
-    store(record + 8, [Uint32(peer)], semantics="relaxed")
-    store(record + 12, [Uint32(channel)], semantics="relaxed")
-    store(record + 16, [expected], semantics="relaxed")
-    store(record + 20, [seen], semantics="relaxed")
-    store(record + 24, [Uint32(phase)], semantics="relaxed")
+    for i, value in enumerate(fields, 1):
+        store(record + 4 * i, [Uint32(value)], semantics="relaxed")
     store(record, [Uint32(1)], semantics="release")
 
 

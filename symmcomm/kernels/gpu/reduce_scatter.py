@@ -5,7 +5,8 @@ with its own. In place is fine: a thread has read its place in all parts before 
 
 **Staged** (large; any tensors): the parts are pushed in chunks into the peers' staging memory (see ``staged``), where
 each rank reduces them, its own part straight from the input. The output may be any part of the input: a CTA pushes a
-chunk of all parts before it writes there. Stores over a link are faster than loads, and this takes no barrier.
+chunk of all parts before it writes there. Stores over a link are faster than loads, and this takes no barrier. Paired:
+one CTA pushes and another reduces, so the link is always busy; no other part of the input may be the output then.
 
 **Pull** (the input symmetric, at the same offset on all ranks): barrier; rank r reduces part r out of all inputs;
 barrier, as an input may change once its rank's kernel is done. With ``multimem`` the switch reduces; the order of its
@@ -26,20 +27,20 @@ from symmcomm.kernels.gpu import cells as ll
 from symmcomm.kernels.gpu.all_gather import first_unit, num_units
 from symmcomm.kernels.gpu.all_to_all import Exchange, Parts
 from symmcomm.kernels.gpu.barrier import sync
-from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
+from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
 from symmcomm.kernels.gpu.copy import clip
 from symmcomm.kernels.gpu.elements import Reduction
+from symmcomm.kernels.gpu.paired import lane_of, transfer
 from symmcomm.kernels.gpu.primitives import pick
 from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
-from symmcomm.kernels.gpu.staged import chunk_offset, num_chunks, proceed, start
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.layout_gpu import Layout, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterLL:
-    """The LL kernel. Attributes: ``threads`` a CTA, ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``.
-    Launch with ``grid`` = ⌈bytes of a part / 8 / (threads · cells)⌉ CTAs."""
+    """The LL kernel. Attributes: ``threads`` a CTA, ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``;
+    ``early`` as in ``context.enter``. Launch with as many CTAs as the part has parts of ``cells`` rows."""
 
     dtype: DType
     op: Op
@@ -47,6 +48,7 @@ class ReduceScatterLL:
     arch: int
     threads: int
     cells: int
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -59,30 +61,30 @@ class ReduceScatterLL:
     ) -> None:  # fmt: skip
         """``source``: address of ``world_size`` parts of ``count`` elements; ``output``: of ``count`` elements."""
         kernel = self.kernel(base, stride, rank, source, output, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         reduction = Reduction(self.dtype, self.op, self.world_size, self.arch)
-        itemsize, num_bytes = self.dtype.itemsize, count * self.dtype.itemsize
-        first, step = ll.first_byte(self.threads, self.cells), self.threads * ll.PAYLOAD_BYTES
+        cells = ll.Cells(self.threads, self.cells, self.dtype.itemsize)
+        num_bytes, first, step = count * self.dtype.itemsize, cells.first_byte(), cells.row_bytes
         parts = [source + Int64(ctx.neighbour(hop)) * num_bytes for hop in range(self.world_size)]
-        own = [
-            [ll.load_payload(part, first + k * step, num_bytes, itemsize) for part in parts] for k in range(self.cells)
-        ]
+        own = [[ll.load_words(part, first + k * step, num_bytes, cells) for part in parts] for k in range(self.cells)]
         in_order, epoch = begin(ctx, block())
-        epoch += 1
         if in_order:
+            ll.remind(ctx, epoch)
+            epoch += 1
             for k in cutlass.range_constexpr(self.cells):
                 if first + k * step < num_bytes:
                     for hop in cutlass.range_constexpr(1, self.world_size):
                         ll.send(ctx, epoch, ctx.neighbour(hop), k * self.threads + thread(), own[k][hop])
-            got, arrived = ll.receive(ctx, epoch, first, num_bytes, None, self.threads, self.cells)
+            got, arrived = ll.receive(ctx, cells, epoch, first, num_bytes, None)
             if arrived:
                 for k in cutlass.range_constexpr(self.cells):
-                    ordered = ll.in_rank_order(rank, own[k][0], got, k, self.cells, self.world_size)
-                    ll.store_payload(output, first + k * step, num_bytes, itemsize, reduction.reduce(ordered))
+                    words = reduction.reduce(ll.in_rank_order(ctx, cells, own[k][0], got, k))
+                    ll.store_words(output, first + k * step, num_bytes, cells, words)
             end(ctx, block(), epoch)
 
 
@@ -101,21 +103,22 @@ class ReduceIncoming(Exchange):
     @cute.jit
     def take(self, chunk: Int32, number: Uint32) -> None:
         """Reduces the CTA's chunk."""
-        ctx, at = self.ctx, chunk_offset(chunk, self.chunk_bytes)
-        slots = [ctx.staging_slot(ctx.rank, block(), number, peer) for peer in range(ctx.world_size)]
+        ctx, at = self.ctx, self.lane.offset(chunk)
+        slots = [ctx.staging_slot(ctx.rank, self.lane.channel, number, peer) for peer in range(ctx.world_size)]
         where = Addresses(
             sources=tuple(pick(ctx.rank == peer, self.own + at, slot) for peer, slot in enumerate(slots)),
             targets=tuple(target + at for target in self.targets),
         )
-        size = clip(self.own_bytes - at, self.chunk_bytes)
+        size = clip(self.own_bytes - at, self.lane.chunk_bytes)
         reduce_bytes(self.reduction, where, size, Int64(thread()), Int64(self.threads), self.vectors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterStaged:
     """The staged kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight,
-    ``chunk_bytes`` of a part at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``. At most
-    NUM_STAGED_CHANNELS CTAs."""
+    ``chunk_bytes`` of a part at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``; ``paired``
+    whether CTAs work in pairs (see ``paired``), then their number is even, and of the input only the own part may be
+    written; ``early`` as in ``context.enter``. At most NUM_STAGED_CHANNELS CTAs."""
 
     dtype: DType
     op: Op
@@ -124,6 +127,8 @@ class ReduceScatterStaged:
     threads: int
     vectors: int
     chunk_bytes: int
+    paired: bool = False
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -136,33 +141,33 @@ class ReduceScatterStaged:
     ) -> None:  # fmt: skip
         """``source``: address of ``world_size`` parts of ``count`` elements; ``output``: of ``count`` elements."""
         kernel = self.kernel(base, stride, rank, source, output, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         num_bytes = count * self.dtype.itemsize
         parts = Parts(
             rank=rank, source=source, source_pitch=num_bytes, target=output, target_pitch=Int64(0),
             num_bytes=num_bytes, sender=None,
         )  # fmt: skip
+        lane = lane_of(self.paired, self.chunk_bytes)
         job = ReduceIncoming(
-            ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors,
+            ctx=ctx, parts=parts, lane=lane, threads=self.threads, vectors=self.vectors,
             reduction=Reduction(self.dtype, self.op, self.world_size, self.arch), own=source + rank * num_bytes,
             own_bytes=num_bytes, targets=(output,),
         )  # fmt: skip
         in_order, epoch = begin(ctx, block())
-        num = num_chunks(num_bytes, self.chunk_bytes)
+        num = lane.num_chunks(num_bytes)
         if in_order and num > 0:
-            start(ctx, epoch, job)
-            proceed(ctx, epoch, num, job)
-            end(ctx, block(), epoch + Uint32(num))
+            end(ctx, block(), transfer(ctx, epoch, num, job, self.paired))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterPull:
     """The pull kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight, ``multimem``
-    whether the switch reduces; then ``multicast_base`` must be one."""
+    whether the switch reduces; then ``multicast_base`` must be one; ``early`` as in ``context.enter``."""
 
     dtype: DType
     op: Op
@@ -171,6 +176,7 @@ class ReduceScatterPull:
     threads: int
     vectors: int
     multimem: bool = False
+    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -184,13 +190,14 @@ class ReduceScatterPull:
         """``source``: offset of ``world_size`` parts of ``count`` elements from the start of each rank's heap;
         ``output``: address of ``count`` elements."""
         kernel = self.kernel(base, stride, rank, multicast_base, source, output, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(
         self, base: Int64, stride: Int64, rank: Int32, multicast_base: Int64, source: Int64, output: Int64, count: Int64
     ) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        enter(self.early)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):

@@ -18,6 +18,7 @@ between: on every channel that they use a rank hears from all peers, which then 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import cutlass
@@ -40,17 +41,25 @@ class Job(Protocol):
         """Uses what the peers have sent."""
 
 
-def chunk_offset(chunk: Any, chunk_bytes: int) -> Any:
-    """Where in the data the CTA's ``chunk`` starts."""
-    return (Int64(chunk) * cute.arch.grid_dim()[0] + block()) * chunk_bytes
+@dataclass(frozen=True)
+class Lane:
+    """Which chunks are the CTA's, of ``chunk_bytes`` each, and in whose slots of staging memory. Attributes: ``index``
+    of ``num`` lanes, which take chunks in turn; ``channel`` of the slots."""
 
+    index: Any
+    num: Any
+    channel: Any
+    chunk_bytes: int
 
-def num_chunks(num_bytes: Any, chunk_bytes: int) -> Any:
-    """Chunks of this CTA, of data with ``num_bytes``."""
-    before = Int64(block()) * chunk_bytes
-    round_bytes = Int64(cute.arch.grid_dim()[0]) * chunk_bytes
-    rounds = (num_bytes - before + (round_bytes - 1)) // round_bytes
-    return Int32(pick(num_bytes > before, rounds, Int64(0)))
+    def offset(self, chunk: Any) -> Any:
+        """Where in the data the lane's ``chunk`` starts."""
+        return (Int64(chunk) * self.num + self.index) * self.chunk_bytes
+
+    def num_chunks(self, num_bytes: Any) -> Any:
+        """Chunks of the lane, of data with ``num_bytes``."""
+        before, round_bytes = Int64(self.index) * self.chunk_bytes, Int64(self.num) * self.chunk_bytes
+        rounds = (num_bytes - before + (round_bytes - 1)) // round_bytes
+        return Int32(pick(num_bytes > before, rounds, Int64(0)))
 
 
 @cute.jit

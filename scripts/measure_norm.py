@@ -156,7 +156,8 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="also torch.compile'd addition and norm")
     parser.add_argument("--json", help="file for the figures of every round")
     options = parser.parse_args()
-    cases = [(int(rows), options.hidden, dtype) for dtype in options.dtypes.split(",") for rows in options.rows.split(",")]
+    dtypes, rows = options.dtypes.split(","), [int(each) for each in options.rows.split(",")]
+    cases = [(each, options.hidden, dtype) for dtype in dtypes for each in rows]
     results = run_ranks(_rank, NUM_RANKS, cases, options.rounds, options.compiled, timeout_s=1200)[0].value
     print(_table(results))
     if options.json:

@@ -303,7 +303,7 @@ def tune(
     thresholds = tuning.tune(comm, print if comm.rank == 0 else lambda _: None)
     tuning.write(comm, thresholds, path)
     if comm.rank == 0:
-        print(f"{comm.gpu_side.world}\n{thresholds}\nwritten to {path}")
+        print(f"{comm.gpu_side.tuned_for}\n{thresholds}\nwritten to {path}")
     comm.close()
 
 

@@ -154,4 +154,4 @@ def write(comm: Communicator, thresholds: Thresholds, path: Path) -> None:
     if comm.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_text() if path.exists() else ""
-        path.write_text(updated(text, comm.gpu_side.world, thresholds))
+        path.write_text(updated(text, comm.gpu_side.tuned_for, thresholds))

@@ -28,7 +28,8 @@ def gpu_of(comm: Communicator, tensor: object, name: str) -> GpuCollectives | No
     """The GPU side of the communicator if the tensor is on a GPU. Raises ArgumentError if there is none."""
     if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
         return None
-    return comm.gpu_on(tensor.device, name)
+    gpu = comm.gpu
+    return gpu if gpu is not None and tensor.get_device() == gpu.ordinal else comm.gpu_on(tensor.device, name)
 
 
 def check_dense(tensor: object, name: str, device: torch.device = _CPU) -> None:

@@ -77,12 +77,12 @@ class GpuCollectives(GpuMemory):
             return lambda tensor: self.check()
         num_bytes = count * dtype.itemsize
         ordinary, symmetric = (self.choose_all_reduce(num_bytes, dtype, each) for each in (False, True))
-        if ordinary.algorithm is Algorithm.two_shot:
-            outside: Call = lambda tensor: self._reduce_in_chunks(tensor, dtype, op, True)
-        else:
+        if ordinary.algorithm is not Algorithm.two_shot:
             outside = self._direct(ordinary, dtype, op, count)
-        if symmetric == ordinary:
-            return outside
+            if symmetric == ordinary:
+                return outside
+        else:
+            outside = lambda tensor: self._reduce_in_chunks(tensor, dtype, op, True)
         inside = self._direct(symmetric, dtype, op, count)
         return lambda tensor: (outside if self.symmetric_offset(tensor) < 0 else inside)(tensor)
 

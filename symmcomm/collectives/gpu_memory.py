@@ -135,7 +135,7 @@ class GpuMemory:
         self._fill_state()
 
     @property
-    def world(self) -> World:
+    def tuned_for(self) -> World:
         """What measured thresholds must have been measured on."""
         return World(gpu=self.facts[self.rank].name, world_size=self.world_size, num_sms=self.num_sms)
 
@@ -143,7 +143,7 @@ class GpuMemory:
         """Collective. From the table of SYMMCOMM_TUNING; the same on all ranks, or MismatchError."""
         path, error, found = Path(self.comm.settings.tuning).expanduser(), "", select_gpu.DEFAULT
         try:
-            found = lookup(path.read_text() if path.is_file() else "", self.world)
+            found = lookup(path.read_text() if path.is_file() else "", self.tuned_for)
         except (ArgumentError, OSError) as reason:
             error = f"SYMMCOMM_TUNING={path}: {reason}"
         own = json.dumps([error, asdict(found)])
@@ -269,7 +269,8 @@ class GpuMemory:
         try:
             yield
         finally:
-            self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(self.timeout_s * 1e9),))
+            if not self._word.value:  # else nothing is launched any more
+                self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(self.timeout_s * 1e9),))
 
     # What became of them.
 

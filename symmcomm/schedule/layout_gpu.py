@@ -152,6 +152,10 @@ class Layout:
         )
 
 
+def _align_up(value: int, alignment: int) -> int:
+    return -(-value // alignment) * alignment
+
+
 NUM_MESSAGE_LANES = 32
 """CTAs of a send or receive, each with a queue of its own."""
 NUM_MESSAGE_SLOTS = 4
@@ -208,7 +212,3 @@ class MessageLayout:
 def ll_words(itemsize: int) -> int:
     """Words of data in an LL cell, beside the flag; elements of 8 bytes are not divided among cells."""
     return 2 if itemsize == 8 else 3
-
-
-def _align_up(value: int, alignment: int) -> int:
-    return -(-value // alignment) * alignment

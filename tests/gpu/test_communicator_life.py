@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -369,14 +372,17 @@ def test_ranks_that_disagree() -> None:
 
 
 def late(num_gpus: int) -> float:
-    with communicator(num_gpus, timeout_s=1.5) as comm:
+    with communicator(num_gpus) as comm:
         works(comm)
+        with comm.gpu_side.deadline(5.0):
+            works(comm)
         comm.barrier()
         began = time.monotonic()
         if comm.rank == 1:
-            comm.all_reduce(torch.ones(100, device="cuda"))
-            with pytest.raises(PeerTimeoutError, match="expected signal") as error:
-                comm.gpu_side.synchronize()
+            with comm.gpu_side.deadline(1.5):
+                comm.all_reduce(torch.ones(100, device="cuda"))
+                with pytest.raises(PeerTimeoutError, match="expected signal") as error:
+                    comm.gpu_side.synchronize()
             assert error.value.rank == 0
         waited = time.monotonic() - began
         if comm.rank == 0:
@@ -456,17 +462,42 @@ def test_a_communicator_that_nobody_closes() -> None:
 # Launchers.
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_gpu_all_reduce.py"
+ENV = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
+    "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "SYMMCOMM_DISABLE_MULTICAST": "1",
+}  # fmt: skip
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU only")
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_launchers(launcher: str) -> None:
-    from test_examples import ENV, launchers
-
+    start_two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if launcher == "mpirun":
         pytest.importorskip("mpi4py", exc_type=ImportError)
-    done = launch_command([*launchers()[launcher], str(EXAMPLE)], 100.0, ENV)
+        beside = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        start_two = [shutil.which("mpirun", path=beside) or pytest.skip("no mpirun"), "-n", "2", sys.executable]
+    done = launch_command([*start_two, str(EXAMPLE)], 100.0, ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert f"rank {rank} of 2" in done.stdout
-    assert sys.executable
+
+
+def thresholds_of(path: str) -> object:
+    with communicator(PAIR, tuning=path) as comm:
+        works(comm)
+        return comm.gpu_side.thresholds
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU only")
+def test_tuning_writes_the_table_that_communicators_read(tmp_path: Path) -> None:
+    table = tmp_path / "tuning.json"
+    command = [sys.executable, "-m", "symmcomm", "tune", "--nproc", "2", "--output", str(table)]
+    done = launch_command(command, 100.0, ENV)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(table.read_text())
+    for result in start(thresholds_of, 2, str(table)):
+        assert asdict(result.value) == row["thresholds"]
+    table.write_text("no table")
+    for result in start(thresholds_of, 2, str(table), check=False):
+        assert isinstance(result.error, ArgumentError)
+        assert "SYMMCOMM_TUNING" in str(result.error)

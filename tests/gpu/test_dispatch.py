@@ -3,6 +3,7 @@ tensors. Each compiled function checks its arguments before it finds that there 
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ class Dry(GpuCollectives):
         self.staging = self.memory[self._scratch : self._scratch + SCRATCH]
         self.base, self.stride = self.memory.data_ptr() - rank * (1 << 40), 1 << 40
         self.heap: Any = SimpleNamespace(own_address=self.memory.data_ptr())
-        self._symmetric, self._calls = set(), {}
+        self._symmetric, self._calls, self._word = set(), {}, ctypes.c_uint32(0)
         self._names: dict[int, str] = {}
         self.launched: list[str] = []
 

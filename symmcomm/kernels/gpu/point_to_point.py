@@ -33,7 +33,6 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from symmcomm.kernels.gpu.context import Context, begin, block, thread
 from symmcomm.kernels.gpu.copy import clip, copy_bytes
 from symmcomm.kernels.gpu.primitives import agree, give_up, load, pick, signal, store, wait
-from symmcomm.kernels.gpu.staged import chunk_offset, num_chunks
 from symmcomm.schedule.layout_gpu import NUM_MESSAGE_LANES, NUM_MESSAGE_SLOTS, Layout, MessageLayout, Phase
 
 
@@ -65,6 +64,16 @@ class Lane:
         """Address of the chunk of that number."""
         offset = self.layout.slots + Int64(self._slot(sender, number)) * self.layout.chunk_bytes
         return self.ctx.peer_address(receiver, offset)
+
+    def offset(self, chunk: Any) -> Any:
+        """Where in the data the lane's chunk begins."""
+        return (Int64(chunk) * NUM_MESSAGE_LANES + block()) * self.layout.chunk_bytes
+
+    def num_chunks(self, num_bytes: Any) -> Any:
+        """Chunks of the lane, of data with that many bytes; at least one."""
+        in_all = (num_bytes + (self.layout.chunk_bytes - 1)) // self.layout.chunk_bytes
+        num = Int32((in_all + (NUM_MESSAGE_LANES - 1 - block())) // NUM_MESSAGE_LANES)
+        return pick(num > 0, num, Int32(1))
 
     def _index(self, peer: Any) -> Any:
         return Int32(peer) * NUM_MESSAGE_LANES + block()
@@ -119,8 +128,7 @@ class Message:
         lane = Lane(ctx, MessageLayout.create(self.world_size))
         counter = lane.counter(peer, not self.sends)
         number = load(counter)[0]
-        num = num_chunks(num_bytes, lane.layout.chunk_bytes)
-        num = pick(num > 0, num, Int32(1))
+        num = lane.num_chunks(num_bytes)
         if begin(ctx, block())[0]:
             chunk, met = Int32(0), Boolean(True)
             while chunk < num and met:
@@ -138,7 +146,7 @@ class Message:
         self, lane: cutlass.Constexpr, number: Uint32, source: Int64, num_bytes: Int64, peer: Int32, chunk: Int32
     ) -> Any:
         """One chunk. False: the receiver did not make room."""
-        ctx, at = lane.ctx, chunk_offset(chunk, lane.layout.chunk_bytes)
+        ctx, at = lane.ctx, lane.offset(chunk)
         met = _await(ctx, lane.taken(ctx.rank, peer), number - Uint32(NUM_MESSAGE_SLOTS), peer, Phase.room)
         if met:
             size = clip(num_bytes - at, lane.layout.chunk_bytes)
@@ -154,7 +162,7 @@ class Message:
         self, lane: cutlass.Constexpr, number: Uint32, target: Int64, num_bytes: Int64, peer: Int32, chunk: Int32
     ) -> Any:
         """One chunk. False: it did not come, or belongs to a message of another size."""
-        ctx, at = lane.ctx, chunk_offset(chunk, lane.layout.chunk_bytes)
+        ctx, at = lane.ctx, lane.offset(chunk)
         met = _await(ctx, lane.sent(peer, ctx.rank), number, peer, Phase.message)
         if met:
             comes = load(lane.header(peer, ctx.rank, number), Int64, semantics="relaxed")[0]

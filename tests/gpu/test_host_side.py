@@ -1,0 +1,191 @@
+"""The GPU side of communicators without a GPU: real ranks and heaps of the host's memory; CUDA and launches faked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import symmcomm
+from symmcomm import ClosedError, Communicator, DeviceError, MismatchError, PeerError, PeerTimeoutError, Settings
+from symmcomm.memory.posix import PosixProvider
+from symmcomm.schedule import layout_gpu as at
+from symmcomm.schedule.layout_gpu import Phase
+from symmcomm.schedule.topology_gpu import Attempt, GpuFacts
+from symmcomm.testing.spawn import run_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is faked")
+GOOD = Attempt(True, "fake")
+
+
+class Stream:
+    """Counts who waited for it."""
+
+    waits = 0
+
+    def wait_stream(self, _: Stream) -> None:
+        Stream.waits += 1
+
+
+class Cuda:
+    """A device whose copies are noted."""
+
+    def __init__(self, _: int) -> None:
+        self.driver = SimpleNamespace(CUstream_flags=SimpleNamespace(CU_STREAM_NON_BLOCKING=1))
+        self.copies: list[Any] = []
+
+    def call(self, name: str, *args: Any) -> int:
+        if name == "cuMemcpyHtoDAsync":
+            self.copies.append(args)
+        return 7
+
+    undo = call
+
+
+def facts(rank: int, **other: Any) -> GpuFacts:
+    values: dict[str, Any] = {
+        "device": GOOD, "host": "h", "ordinal": 0, "uuid": f"uuid {rank}", "name": "Fake", "num_sms": 132,
+        "compute_capability": (9, 0), "granularity_bytes": 4096, "cuda_vmm": GOOD,
+    }  # fmt: skip
+    return GpuFacts(**values | other)
+
+
+def fake(**other: Any) -> list[tuple[str, tuple[Any, ...]]]:
+    """Puts fakes in place in this process; returns the list of launches to come."""
+    import symmcomm.collectives.gpu_memory as memory
+    import symmcomm.kernels.gpu.compile as compiling
+
+    launches: list[tuple[str, tuple[Any, ...]]] = []
+    zeros, cuda, core = torch.zeros, vars(torch.cuda), vars(torch._C)
+    own = facts(int(os.environ["RANK"]), **other)
+    vars(memory).update(
+        probe_facts=lambda *_: own, capturing=lambda: False, CudaDevice=Cuda, _provider=lambda *_: PosixProvider()
+    )
+    vars(compiling)["compiled"] = lambda kernel, _: lambda *args: launches.append((type(kernel).__name__, args))
+    here = lambda _: contextlib.nullcontext()
+    cuda.update(
+        is_available=lambda: True, current_device=lambda: 0, device=here, stream=here,
+        synchronize=lambda _=None: None, current_stream=lambda _=None: Stream(),
+    )  # fmt: skip
+    core.update(_cuda_getCurrentRawStream=lambda _: core["stream"], _cuda_getDevice=lambda: -1, stream=0)
+    vars(torch)["zeros"] = lambda *args, pin_memory=False, **options: zeros(*args, **options)
+    return launches
+
+
+def make() -> Communicator:
+    """A communicator whose GPU side takes the host's tensors."""
+    comm = symmcomm.init(device="cuda", settings=Settings(timeout_s=10, tuning=""))
+    gpu = comm.gpu_side
+    gpu.device, gpu.ordinal = torch.device("cpu"), -1
+    vars(comm)["gpu_on"] = lambda *_: gpu
+    return comm
+
+
+def calls() -> None:
+    launches, comm = fake(), make()
+    gpu, tensor = comm.gpu_side, torch.ones(100)
+    assert (gpu.num_sms, gpu.arch, gpu.choice.provider) == (132, "sm_90a", "cuda_vmm")
+    for _ in range(2):
+        gpu.all_reduce(tensor)
+    assert [name for name, _ in launches] == ["AllReduceLL"] * 2
+    assert launches[0][1][:3] == (gpu.base, gpu.stride, comm.rank)
+    vars(torch._C)["stream"] = 5
+    gpu.all_reduce(tensor)
+    gpu.all_reduce(tensor)
+    assert Stream.waits == 1
+    assert launches[-1][1][-1] == 5
+    launches.clear()
+    with gpu.deadline(1.5):
+        gpu.barrier()
+    assert [(name, args[3:-1]) for name, args in launches] == [
+        ("StoreWords", (at.TIMEOUT_NS, (1_500_000_000,))),
+        ("Barrier", (0, 0)),
+        ("StoreWords", (at.TIMEOUT_NS, (10_000_000_000,))),
+    ]
+    large = comm.empty(8 << 20, device="cuda")
+    offset = gpu.symmetric_offset(large)
+    assert offset == gpu.offset_of(large) > 0
+    assert gpu.symmetric_offset(large[1:]) == -1 < gpu.offset_of(large[1:])
+    child = comm.split(0, -comm.rank)
+    assert child is not None
+    assert child.gpu_side.facts == gpu.facts[::-1]
+    child.close()
+    comm.close()
+    comm.close()
+    with pytest.raises(ClosedError):
+        gpu.all_reduce(tensor)
+
+
+def test_calls() -> None:
+    run_ranks(calls, 2)
+
+
+def leave(comm: Communicator, phase: Phase, failed: int) -> None:
+    """A record, as a kernel that waited for the other rank leaves it."""
+    gpu = comm.gpu_side
+    assert gpu._state is not None
+    gpu._state[:1].view(torch.int32)[0] = failed
+    gpu._record[1:7] = torch.tensor([comm.rank, 1 - comm.rank, 3, 100, 50, phase])
+    gpu._record[0] = 1
+
+
+def records() -> str:
+    fake()
+    comm = make()
+    gpu, tensor = comm.gpu_side, torch.ones(100)
+    leave(comm, Phase.splits, at.COMPLAINED)
+    with pytest.raises(MismatchError, match=rf"rank {comm.rank} counts 100 bytes .*{1 - comm.rank}, which counts 50"):
+        gpu.all_reduce(tensor)
+    gpu.all_reduce(tensor)  # it was forgiven
+    comm.barrier()
+    if comm.rank == 0:
+        leave(comm, Phase.data, at.GAVE_UP)
+        for _ in range(2):
+            with pytest.raises(PeerTimeoutError, match=r"phase data, channel 3.*expected signal 100, saw 50") as error:
+                gpu.check()
+        assert error.value.rank == 1
+    with pytest.raises(PeerError) as ended:
+        comm.barrier()
+    with pytest.raises(PeerError):
+        gpu.all_reduce(tensor)
+    time.sleep(1.2)
+    assert comm.rank == 0 or gpu.cuda_device.copies  # what waits on rank 1 was told to stop
+    comm.close()
+    return str(ended.value)
+
+
+def test_records_become_errors() -> None:
+    words = [result.value for result in run_ranks(records, 2)]
+    assert words[1].startswith("rank 0 gave up") or "reported by rank 0" in words[1]
+
+
+def refused(other: dict[str, Any]) -> str:
+    fake(**other)
+    with pytest.raises(DeviceError) as error:
+        make()
+    comm = symmcomm.init()
+    comm.barrier()
+    comm.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"uuid": "one"}, "ranks 0 and 1 use the same GPU (Fake, one)"),
+        ({"compute_capability": (7, 5)}, "rank 0: Fake has compute capability 7.5, the kernels need 8.0"),
+        ({"cuda_vmm": Attempt(False, "no VMM")}, "GPU memory cannot be shared: cuda_vmm: rank 0: no VMM"),
+        ({"peers": {"uuid 1": Attempt(False, "no P2P")}}, "the GPU of rank 0 cannot reach that of rank 1: no P2P"),
+        ({"device": Attempt(False, "of another vendor")}, "rank 0 has no usable GPU: of another vendor"),
+    ],
+)
+def test_devices_that_do_not_do(other: dict[str, Any], words: str) -> None:
+    for result in run_ranks(refused, 2, other):
+        assert words in result.value

@@ -255,14 +255,16 @@ class AllReduceNormStaged:
         """``grid``: at most NUM_STAGED_CHANNELS, and CTAs that fit the device at once; the same on all ranks. With
         ``scatter`` all tensors but the source hold the rank's part."""
         self.kernel(base, stride, rank, tensors).launch(
-            grid=(grid, 1, 1), block=(self.threads + _SIGNALLERS, 1, 1), min_blocks_per_mp=1, use_pdl=self.pdl, stream=stream
-        )
+            grid=(grid, 1, 1), block=(self.threads + _SIGNALLERS, 1, 1), min_blocks_per_mp=1, use_pdl=self.pdl,
+            stream=stream,
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, tensors: NormArguments) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
         math = Math(dtype=self.dtype, world_size=self.world_size, arch=self.arch, quantize=self.quantize)
-        rows = Rows.create(math, Team.create(self.threads, named=True), self._indices(), self.aligned, self.bias, tensors)
+        team = Team.create(self.threads, named=True)
+        rows = Rows.create(math, team, self._indices(), self.aligned, self.bias, tensors)
         job = RowExchange(
             ctx=ctx, rows=rows, pieces=self.pieces, vectors=self.vectors, piece_vectors=self.piece_vectors,
             scatter=self.scatter, stop=cute.make_tensor(cute.arch.alloc_smem(Int32, 1), cute.make_layout(1)),

@@ -46,8 +46,8 @@ class Team:
     ``cluster`` CTAs.
 
     ``scratch``: shared memory for ``scratch_size`` floats, unless they are part of one warp. ``barriers``: two
-    mbarriers in shared memory, where there are several CTAs; then there are at most two turns. ``named``: there are other
-    threads in the CTA, so barriers are the hardware's TEAM_BARRIER and not that of all threads.
+    mbarriers in shared memory, where there are several CTAs; then there are at most two turns. ``named``: the CTA has
+    other threads too, so the team's barrier is TEAM_BARRIER, and not that of all threads.
     """
 
     threads: int

@@ -51,7 +51,7 @@ from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.select_norm import RowLaunch
 
 TOKENS = (1, 16, 64, 128, 512, 1024, 8192)
-SWEEP_TOKENS = (1, 16, 32, 64, 128, 1024)
+SWEEP_TOKENS = (1, 16, 64, 128, 1024)
 CTAS = (8, 16, 32, 64)
 PARTS = ("norm", "fused", "pdl", "overlap")
 

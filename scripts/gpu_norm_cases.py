@@ -260,7 +260,7 @@ def shapes_to_try(tokens: int, hidden: int, world_size: int, num_sms: int) -> li
                     RowLaunch(form=Form.ll, grid=tokens * cluster, threads=threads, unroll=unroll, cluster=cluster)
                 )
     if tokens >= 16:
-        for threads in (256, 512, 1024):
+        for threads in (256, 512):
             for grid in {min(tokens, grid) for grid in (64, 128)}:
                 found.append(
                     RowLaunch(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -20,15 +19,35 @@ from symmcomm.bench import tune as tuning
 from symmcomm.bench.case import Case, Collective, cases
 from symmcomm.bench.implementations import OWN
 from symmcomm.bench.machine import find_gpus, usable_cores
-from symmcomm.bench.method import Device, Machine, Method, Timing, choose, num_ranks
+from symmcomm.bench.method import Device, Machine, Method, choose, num_ranks
 from symmcomm.bench.mpi_installations import MPIInstallation, find_mpis
 from symmcomm.bench.plan_table import draw, ranking, ranking_json, scaled, scaling_table
 from symmcomm.bench.plot import bytes_text, plot
 from symmcomm.bench.rank import Ranks, end_now
 from symmcomm.bench.report import Report, figure, refusals, table
-from symmcomm.bench.run import PEERS, joined, new_report, parse_peers, present, run, start_teams
+from symmcomm.bench.run import joined, new_report, parse_peers, present, run, start_teams
 from symmcomm.bench.team import Team
 from symmcomm.bench.timing import Measurement, num_steps
+from symmcomm.cli_options import (
+    Begin,
+    ColdL2,
+    Dtype,
+    End,
+    Factor,
+    JsonFile,
+    Nproc,
+    OnDevice,
+    Peers,
+    PlotFile,
+    Reduction,
+    Rounds,
+    ShareGpu,
+    Timed,
+    VirtualRanks,
+    checked,
+    parse_output,
+    parse_plot,
+)
 from symmcomm.env import Launch, Settings, parse_bytes
 from symmcomm.errors import ArgumentError, SymmCommError
 from symmcomm.schedule.cost import rank_plans
@@ -36,134 +55,12 @@ from symmcomm.schedule.dtypes import DType, Op, partial_dtype, supports
 from symmcomm.schedule.machines import MACHINES
 from symmcomm.schedule.topology import Topology, load_topology
 
-MAX_RANKS = 64
-MAX_VIRTUAL = 16
 _WIDTH = 140  # of a table that goes to a file
-_IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 
 app = typer.Typer(
     help="Collectives over symmetric memory: benchmark, diagnosis, schedules.", no_args_is_help=True,
     pretty_exceptions_show_locals=False, add_completion=False,
 )
-
-
-def _checked(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """A parser whose ArgumentError becomes a usage error. Defaults pass as they are."""
-
-    def parser(text: Any) -> Any:
-        try:
-            return parse(text) if isinstance(text, str) else text
-        except ArgumentError as error:
-            raise typer.BadParameter(str(error)) from None
-
-    return parser
-
-
-def _parse_dtype(text: str) -> DType:
-    if text not in DType.__members__:
-        raise ArgumentError(f"{text!r} is no dtype: expected one of {', '.join(DType.__members__)}")
-    return DType[text]
-
-
-def _parse_op(text: str) -> Op:
-    if text not in Op.__members__:
-        raise ArgumentError(f"{text!r} is no reduction: expected one of {', '.join(Op.__members__)}")
-    return Op[text]
-
-
-def _parse_output(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ArgumentError(f"{text!r} cannot be written: {'it' if path.is_dir() else 'its folder'} is no such thing")
-    return path
-
-
-def _parse_plot(text: str) -> Path:
-    if Path(text).suffix not in _IMAGE_SUFFIXES:
-        raise ArgumentError(f"{text!r} has no suffix out of {', '.join(_IMAGE_SUFFIXES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ArgumentError("a plot needs matplotlib: install symmcomm with the extra 'plot'")
-    return _parse_output(text)
-
-
-def _check_ranks(nproc: int | None) -> int | None:
-    if nproc is not None and not 1 <= nproc <= MAX_RANKS:
-        raise typer.BadParameter(f"{nproc} is not in 1..{MAX_RANKS}")
-    return nproc
-
-
-def _check_rounds(rounds: int | None) -> int | None:
-    if rounds is not None and rounds < 1:
-        raise typer.BadParameter(f"{rounds} is not positive")
-    return rounds
-
-
-def _check_virtual(ranks: int) -> int:
-    if ranks and not 2 <= ranks <= MAX_VIRTUAL:
-        raise typer.BadParameter(f"{ranks} is not in 2..{MAX_VIRTUAL}")
-    return ranks
-
-
-Nproc = Annotated[
-    int | None, typer.Option("--nproc", callback=_check_ranks, help=f"Ranks to start, up to {MAX_RANKS}.")
-]
-Begin = Annotated[
-    int,
-    typer.Option("--begin", "-b", metavar="SIZE", parser=_checked(parse_bytes), show_default="1K", help="First size."),
-]
-End = Annotated[
-    int,
-    typer.Option("--end", "-e", metavar="SIZE", parser=_checked(parse_bytes), show_default="64M", help="Last size."),
-]
-Factor = Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")]
-Dtype = Annotated[
-    DType,
-    typer.Option(
-        "--dtype", "-d", metavar="NAME", parser=_checked(_parse_dtype), show_default="float32",
-        help=f"Out of {', '.join(DType.__members__)}.",
-    ),
-]
-Reduction = Annotated[
-    Op,
-    typer.Option(
-        "--op", metavar="NAME", parser=_checked(_parse_op), show_default="sum",
-        help=f"Out of {', '.join(Op.__members__)}.",
-    ),
-]
-Peers = Annotated[
-    str,
-    typer.Option(
-        "--peers", metavar="NAMES",
-        help=f"On CPUs out of {', '.join(PEERS[Device.cpu])}; mpi is every MPI installed. On GPUs out of "
-        f"{', '.join(PEERS[Device.cuda])}; torch_symm_mem is both of torch's.",
-    ),
-]
-Rounds = Annotated[
-    int | None,
-    typer.Option("--rounds", callback=_check_rounds, help="The median counts. Default: 5 on CPUs, 20 on GPUs."),
-]
-OnDevice = Annotated[
-    Device | None, typer.Option("--device", help="Default: cuda where there are two GPUs or more.")
-]
-Timed = Annotated[
-    Timing | None,
-    typer.Option("--timing", help="On GPUs: calls in a CUDA graph, or made by the host. Default: graph."),
-]
-ColdL2 = Annotated[bool, typer.Option("--cold-l2", help="On GPUs: flush the L2 cache before every call.")]
-ShareGpu = Annotated[bool, typer.Option("--share-gpu", help="Let several ranks use one GPU.")]
-VirtualRanks = Annotated[
-    int,
-    typer.Option(
-        "--virtual-ranks", metavar="W", callback=_check_virtual,
-        help=f"W ranks as streams of one GPU, up to {MAX_VIRTUAL}: no link in between, symmcomm alone.",
-    ),
-]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", parser=_checked(_parse_output), help="For every figure.")
-]
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", parser=_checked(_parse_plot), help="For time over size.")
-]
 
 
 @app.command()
@@ -337,7 +234,7 @@ def doctor(
 def tune(
     nproc: Nproc = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", parser=_checked(_parse_output), help="The table.")
+        Path | None, typer.Option("--output", metavar="FILE", parser=checked(parse_output), help="The table.")
     ] = None,
 ) -> None:
     """Measures at which sizes GPU kernels change best, and writes the table that later runs read (SYMMCOMM_TUNING).
@@ -368,16 +265,16 @@ def plan(
     topology: Annotated[
         Topology,
         typer.Option(
-            "--topology", metavar="FILE", parser=_checked(_parse_topology),
+            "--topology", metavar="FILE", parser=checked(_parse_topology),
             help=f"TOML or JSON, see symmcomm.schedule.topology; or one of: {', '.join(MACHINES)}.",
         ),
     ],
     num_bytes: Annotated[
-        int, typer.Option("--bytes", metavar="SIZE", parser=_checked(parse_bytes), show_default="64M", help="Of input.")
+        int, typer.Option("--bytes", metavar="SIZE", parser=checked(parse_bytes), show_default="64M", help="Of input.")
     ] = 64 << 20,
     dtype: Dtype = DType.float32,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", parser=_checked(_parse_plot), help="For the best plan.")
+        Path | None, typer.Option("--plot", metavar="FILE", parser=checked(parse_plot), help="For the best plan.")
     ] = None,
     json_file: JsonFile = None,
     scale: Annotated[bool, typer.Option("--scale", help="Also: 8 to 4096 ranks on a modelled cluster.")] = False,

@@ -27,6 +27,10 @@ class Kind(IntEnum):
     scatter = 8
     send = 9
     all_gather_bytes = 10
+    all_reduce_rms_norm = 20
+    reduce_scatter_rms_norm_all_gather = 21
+    reduce_scatter_rms_norm = 22
+    rms_norm_all_gather = 23
 
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -52,6 +56,11 @@ def encode(
     return kind | _code(dtype) << 8 | (_NO_OP if op is None else op) << 24 | where
 
 
+def encode_norm(kind: Kind, dtype: torch.dtype, hidden: int, scaled: bool) -> int:
+    """The word of a call with a norm: rows of ``hidden`` elements; ``scaled``: normalised to float8."""
+    return encode(kind, dtype, root=hidden, schedule=(0, int(scaled)))
+
+
 def decode(word: int) -> dict[str, object]:
     """Arguments of a call, by name, as its user wrote them."""
     kind, op, root = Kind(word & 0xFF), word >> 24 & 0xFF, (word >> 32 & 0xFFFF) - 1
@@ -59,6 +68,8 @@ def decode(word: int) -> dict[str, object]:
     if op != _NO_OP:
         call["op"] = Op(op).name
     mode, number = word >> 61, word >> 48 & (NUM_BLOCKS_LIMIT - 1)
+    if kind >= Kind.all_reduce_rms_norm:
+        return call | {"hidden": root, "scales": "given" if number else "none"}
     if mode == len(_SCHEDULES):
         call["ring_mode"] = f"a plan with checksum {number:#x}"
     elif mode:

@@ -25,6 +25,8 @@ def _words(call: int, count: int) -> dict[str, object]:
     words = decode(call)
     if count < 0:
         return words | {"split sizes": "given"}
+    if "hidden" in words:
+        return words | {"rows": count}
     return words | {"count": f"{count} {_UNITS.get(Kind[str(words['call'])], 'bytes')}"}
 
 

@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def _create(options: _DistributedBackendOptions, _: object) -> SymmProcessGroup:
-    from symmcomm.distributed import batches, monitored, torch_ops  # noqa: F401  # registers torch.ops.symmcomm
+    from symmcomm.distributed import batches, monitored, norm_ops, torch_ops  # noqa: F401  # register torch.ops.symmcomm
     from symmcomm.distributed.process_group import SymmProcessGroup
 
     monitored.install()

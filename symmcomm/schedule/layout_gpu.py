@@ -25,6 +25,8 @@ AHEAD = 2
 """Chunks that a staged kernel sends before it takes the first one."""
 DEPTH = 2 * AHEAD
 """Slots for chunks; a power of two, as 32-bit chunk numbers wrap around."""
+CHANNEL_WORDS_BYTES = 64 << 10
+"""Memory of a channel for words that announce themselves: ``[parity of the epoch][sender][words]``."""
 SPLIT_BYTES = 32
 """Three i64 that go with the first chunk of an uneven all-to-all; see ``kernels.gpu.all_to_all``."""
 
@@ -99,6 +101,8 @@ class Layout:
         splits: ``[staged channel][number of the chunk mod DEPTH][sender]``, SPLIT_BYTES each.
         staging: CHANNEL_STAGING_BYTES a staged channel.
         staging_slot_bytes: a chunk of one sender; a multiple of 128.
+        words: CHANNEL_WORDS_BYTES a channel; 0 wherever nothing has arrived (see ``kernels.gpu.unflagged``).
+        words_slot_bytes: what one sender may fill of a channel's at one epoch.
         data: from here on the heap is free for tensors.
     """
 
@@ -113,6 +117,8 @@ class Layout:
     splits: int
     staging: int
     staging_slot_bytes: int
+    words: int
+    words_slot_bytes: int
     data: int
 
     @classmethod
@@ -126,6 +132,7 @@ class Layout:
         ll = _align_up(swap_pad + NUM_SWAP_CHANNELS * world_size * 4, _PAGE_BYTES)
         splits = ll + NUM_CHANNELS * CHANNEL_LL_BYTES
         staging = _align_up(splits + NUM_STAGED_CHANNELS * DEPTH * world_size * SPLIT_BYTES, _PAGE_BYTES)
+        words = staging + NUM_STAGED_CHANNELS * CHANNEL_STAGING_BYTES
         return cls(
             world_size=world_size,
             pads=pads,
@@ -138,13 +145,10 @@ class Layout:
             splits=splits,
             staging=staging,
             staging_slot_bytes=CHANNEL_STAGING_BYTES // (DEPTH * world_size) // _LINE_BYTES * _LINE_BYTES,
-            data=staging + NUM_STAGED_CHANNELS * CHANNEL_STAGING_BYTES,
+            words=words,
+            words_slot_bytes=CHANNEL_WORDS_BYTES // (2 * world_size) // _LINE_BYTES * _LINE_BYTES,
+            data=words + NUM_CHANNELS * CHANNEL_WORDS_BYTES,
         )
-
-
-def ll_words(itemsize: int) -> int:
-    """Words of data in an LL cell, beside the flag; elements of 8 bytes are not divided among cells."""
-    return 2 if itemsize == 8 else 3
 
 
 def _align_up(value: int, alignment: int) -> int:
@@ -202,3 +206,8 @@ class MessageLayout:
             chunk_bytes=chunk_bytes,
             end=_align_up(slots + lanes * NUM_MESSAGE_SLOTS * chunk_bytes, _PAGE_BYTES),
         )
+
+
+def ll_words(itemsize: int) -> int:
+    """Words of data in an LL cell, beside the flag; elements of 8 bytes are not divided among cells."""
+    return 2 if itemsize == 8 else 3

@@ -228,3 +228,48 @@ def finish(typingctx: Any, value: Any, num: Any, dtype: Any, op: Any) -> Any:
         return builder.fdiv(args[0], builder.sitofp(args[1], args[0].type))
 
     return acc(acc, types.int64, dtype, op), codegen
+
+
+@intrinsic(prefer_literal=True)
+def rounded(typingctx: Any, value: Any, dtype: Any, op: Any) -> Any:
+    """The accumulator that a stored ``value`` would be loaded as."""
+    kind, operation = _literals(dtype, op)
+    acc = accumulator(kind, operation)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _widen(builder, kind, _narrow(builder, kind, args[0]), acc)
+
+    return acc(acc, dtype, op), codegen
+
+
+@intrinsic
+def add_square(typingctx: Any, total: Any, value: Any) -> Any:
+    """``total + value²`` in float32. A loop over it may sum in any order, hence in vectors; nothing else may."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        flags = ("reassoc", "contract")
+        return builder.fadd(args[0], builder.fmul(args[1], args[1], flags=flags), flags=flags)
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+@intrinsic
+def larger_magnitude(typingctx: Any, bits: Any, value: Any) -> Any:
+    """The larger of ``bits`` and those of |value| in float32, which as whole numbers are ordered as the floats are,
+    with NaN above infinity."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        magnitude = builder.and_(builder.bitcast(args[1], _I32), _I32(0x7FFFFFFF))
+        return builder.select(builder.icmp_unsigned(">", magnitude, args[0]), magnitude, args[0])
+
+    return types.int32(types.int32, types.float32), codegen
+
+
+@intrinsic
+def as_float(typingctx: Any, bits: Any) -> Any:
+    """The float32 of these bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _FLOAT)
+
+    return types.float32(types.int32), codegen

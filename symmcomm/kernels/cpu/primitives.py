@@ -129,6 +129,7 @@ def _call(num_args: int) -> Any:
 
 
 call_1 = _call(1)  # int64 f(int64) at an address
+call_2 = _call(2)
 call_5 = _call(5)
 
 

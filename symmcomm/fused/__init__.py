@@ -1,0 +1,1 @@
+"""Operators with a collective inside. Each is a function of a communicator and tensors."""

@@ -1,0 +1,256 @@
+"""Runs a norm on a GPU: chooses the kernel, prepares it once for what all ranks know alike, and launches it on torch's
+current stream. Nothing is compared between ranks here: arguments must agree, and a tensor be symmetric (as
+``collectives.gpu_memory`` counts it) on all ranks or on none.
+
+Rows that a rank norms for all are written at all ranks where outputs are symmetric, by one kernel; else they are
+normed into this rank's part of the output and gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from symmcomm.collectives.gpu import GpuCollectives
+from symmcomm.fused.call import Call, Heads, Task
+from symmcomm.kernels.gpu import norm_instances
+from symmcomm.kernels.gpu.compile import architecture, compiled
+from symmcomm.kernels.gpu.norm import QKNormArguments
+from symmcomm.kernels.gpu.norm_row import NormArguments
+from symmcomm.schedule import select_norm
+from symmcomm.schedule.dtypes import DType
+from symmcomm.schedule.select_norm import Form, are_aligned
+
+_MAX_PREPARED = 4096  # kernels kept with their grids; sizes that never come again must not fill the memory
+_PDL_FROM = 90
+Prepared = tuple[Callable[..., None], int]
+"""A compiled kernel and its grid."""
+
+
+@lru_cache(maxsize=64)
+def _device_of(index: int) -> tuple[str, int, int]:
+    """(architecture, its number, SMs) of a GPU."""
+    facts = torch.cuda.get_device_properties(index)
+    return architecture((facts.major, facts.minor)), 10 * facts.major + facts.minor, facts.multi_processor_count
+
+
+@lru_cache(maxsize=64)
+def _dtype(dtype: torch.dtype) -> DType:
+    return DType[str(dtype).removeprefix("torch.")]
+
+
+@lru_cache(maxsize=_MAX_PREPARED)
+def _rows_alone(
+    rows: int, hidden: int, dtype: DType, index: int, residual: bool, options: tuple[bool, ...]
+) -> Prepared:
+    (arch, number, num_sms), (aligned, bias, quantize, pdl) = _device_of(index), options
+    shape = select_norm.norm_shape(rows, hidden, dtype, num_sms)
+    kernel = norm_instances.rms_norm(
+        shape, dtype, number, aligned=aligned, residual=residual, bias=bias, quantize=quantize, pdl=pdl
+    )
+    return compiled(kernel, arch), shape.grid
+
+
+@lru_cache(maxsize=_MAX_PREPARED)
+def _exchange(
+    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, index: int, scatter: bool,
+    options: tuple[bool, ...],
+) -> Prepared:  # fmt: skip
+    """All-reduce or reduce-scatter and norm, of any tensors."""
+    (arch, number, _), (aligned, bias, quantize, pdl) = _device_of(index), options
+    choose = select_norm.choose_reduce_scatter_norm if scatter else select_norm.choose_all_reduce_norm
+    shape = choose(rows, hidden, dtype, world_size, num_sms, number)
+    kernel = norm_instances.exchange_norm(
+        shape, dtype, world_size, number, aligned=aligned, scatter=scatter, bias=bias, quantize=quantize, pdl=pdl
+    )
+    return compiled(kernel, arch), shape.grid
+
+
+@lru_cache(maxsize=_MAX_PREPARED)
+def _direct(
+    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, max_ctas: int, index: int,
+    parts: tuple[bool, bool, bool], options: tuple[bool, ...],
+) -> Prepared:  # fmt: skip
+    """The kernel on symmetric memory; ``parts``: reduce, residual, replicate."""
+    (arch, number, _), (aligned, bias, quantize, pdl) = _device_of(index), options
+    part = select_norm.part_rows(rows, world_size)
+    shape = select_norm.direct_shape(part, hidden, dtype, world_size, num_sms, max_ctas)
+    kernel = norm_instances.direct_norm(
+        shape, dtype, world_size, number, aligned=aligned, reduce=parts[0], residual=parts[1], replicate=parts[2],
+        bias=bias, quantize=quantize, pdl=pdl,
+    )  # fmt: skip
+    return compiled(kernel, arch), shape.grid
+
+
+def _options(task: Task, index: int) -> tuple[bool, ...]:
+    """aligned, bias, quantize, pdl. An offset is aligned as its address is: heaps start at whole pages."""
+    itemsize = task.dtype.itemsize
+    scale = itemsize if task.scaled else 1  # a vector becomes so much shorter in float8
+    aligned = are_aligned(
+        task.hidden, _dtype(task.dtype), task.input, task.input_pitch, task.residual, task.residual_pitch,
+        task.new_residual, task.new_residual_pitch, task.out * scale, task.out_pitch * scale, task.weight, task.bias,
+    )  # fmt: skip
+    return aligned, task.bias != 0, task.scaled, task.pdl and _device_of(index)[1] >= _PDL_FROM
+
+
+def _arguments(task: Task) -> NormArguments:
+    given: list[Any] = [
+        task.input, task.input_pitch, task.residual, task.residual_pitch, task.new_residual, task.new_residual_pitch,
+        task.out, task.out_pitch, task.scales, task.weight, task.bias, task.rows, task.hidden, task.eps,
+        task.weight_bias,
+    ]  # fmt: skip
+    return NormArguments(*given)
+
+
+def norm_rows(call: Call) -> None:
+    """Without peers: ``task.rows`` rows."""
+    task, index = call.task, call.input.get_device()
+    if task.rows == 0:
+        return
+    has_residual, zeros = task.residual != 0, None
+    if task.new_residual and not has_residual:
+        zeros = _without_residual(call)
+    key = (task.rows, task.hidden, _dtype(task.dtype), index, task.residual != 0, _options(task, index))
+    function, grid = _rows_alone(*key)
+    with torch.cuda.device(index):
+        function(_arguments(task), grid, torch.cuda.current_stream().cuda_stream)
+    del zeros
+
+
+def _without_residual(call: Call) -> torch.Tensor:
+    """Has a row of zeros added, so that the sum is kept; returns it, to live until the launch."""
+    zeros = torch.zeros(call.task.hidden, dtype=call.dtype, device=call.device)
+    call.task.residual, call.task.residual_pitch = zeros.data_ptr(), 0
+    return zeros
+
+
+def all_reduce(gpu: GpuCollectives, call: Call) -> None:
+    """All rows on every rank."""
+    task = call.task
+    if gpu.world_size == 1:
+        return norm_rows(call)
+    if task.rows == 0:
+        return gpu.check()
+    zeros = _without_residual(call) if task.residual == 0 else None
+    places = [_offset(gpu, call, tensor) for tensor in (call.input, call.new_residual, call.out)]
+    places += [_offset(gpu, call, call.scales)] if call.scales is not None else []
+    facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, gpu.num_sms)
+    shape = select_norm.choose_all_reduce_norm(*facts, gpu.arch_number, min(places) >= 0)
+    options = _options(task, gpu.ordinal)
+    if shape.form is Form.direct:
+        task.input, task.new_residual, task.out = places[:3]
+        task.scales = places[3] if task.scaled else 0
+        function, grid = _direct(*facts, gpu.num_sms, gpu.ordinal, (True, True, True), options)
+        gpu.run(function, 0, _arguments(task), grid)
+    else:
+        function, grid = _exchange(*facts, gpu.ordinal, False, options)
+        gpu.run(function, _arguments(task), grid)
+    del zeros
+
+
+def reduce_scatter(gpu: GpuCollectives, call: Call, max_ctas: int) -> None:
+    """This rank's rows."""
+    task = call.task
+    if gpu.world_size == 1:
+        return norm_rows(call)
+    if task.rows == 0:
+        return gpu.check()
+    zeros = _without_residual(call) if task.residual == 0 else None
+    num_sms = min(gpu.num_sms, max_ctas)
+    key = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, num_sms, gpu.ordinal, True)
+    function, grid = _exchange(*key, _options(task, gpu.ordinal))
+    gpu.run(function, _arguments(task), grid)
+    del zeros
+
+
+def gather(gpu: GpuCollectives, call: Call, max_ctas: int, reduces: bool) -> None:
+    """All rows on every rank, each normed by its owner: of the sum of all inputs if it ``reduces``, else of this rank's
+    own."""
+    task = call.task
+    if gpu.world_size == 1:
+        return norm_rows(call)
+    if task.rows == 0:
+        return gpu.check()
+    source = _offset(gpu, call, call.input) if reduces else task.input
+    places = [_offset(gpu, call, tensor) for tensor in (call.out, call.scales) if tensor is not None]
+    if min(source, *places) >= 0:
+        zeros = _without_residual(call) if task.residual == 0 and task.new_residual else None
+        options = _options(task, gpu.ordinal)
+        facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, gpu.num_sms, max_ctas, gpu.ordinal)
+        function, grid = _direct(*facts, (reduces, task.residual != 0, False), options)
+        task.input, task.out = source, places[0]
+        task.scales = places[1] if task.scaled else 0
+        gpu.run(function, 0, _arguments(task), grid)
+        del zeros
+    else:
+        _norm_then_gather(gpu, call, max_ctas, reduces)
+
+
+def _norm_then_gather(gpu: GpuCollectives, call: Call, max_ctas: int, reduces: bool) -> None:
+    """Of ordinary tensors: this rank's rows into its part of the output, then an all-gather."""
+    task, size, rank = call.task, gpu.world_size, gpu.rank
+    part = select_norm.part_rows(task.rows, size)
+    wholes = [call.out.view(task.rows, task.hidden)] + ([] if call.scales is None else [call.scales.view(-1, 1)])
+    even = task.rows == part * size and call.out.is_contiguous()
+    targets = wholes if even else [whole.new_empty(part * size, whole.shape[1]) for whole in wholes]
+    owns = [target[rank * part : (rank + 1) * part] for target in targets]
+    task.out, task.out_pitch = owns[0].data_ptr(), owns[0].stride(0) * owns[0].itemsize
+    task.scales = owns[1].data_ptr() if task.scaled else 0
+    if reduces:
+        reduce_scatter(gpu, call, max_ctas)
+    else:
+        rows, task.rows = task.rows, call.num_own
+        norm_rows(call)
+        task.rows = rows
+    for whole, target, own in zip(wholes, targets, owns, strict=True):
+        gpu.all_gather_into_tensor(target.view(torch.uint8), own.view(torch.uint8))
+        if not even:
+            whole.copy_(target[: task.rows])
+
+
+def _offset(gpu: GpuCollectives, call: Call, tensor: torch.Tensor) -> int:
+    """Heap offset of a tensor that is symmetric on all ranks, else -1."""
+    if call.batch_offset >= 0:  # of input and output alike
+        return call.batch_offset
+    return gpu.symmetric_offset(tensor) if tensor.is_contiguous() else -1
+
+
+@lru_cache(maxsize=_MAX_PREPARED)
+def _heads(num_heads: int, head_dim: int, dtype: DType, index: int, aligned: bool) -> Prepared:
+    arch, number, num_sms = _device_of(index)
+    shape = select_norm.qk_norm_shape(num_heads, head_dim, dtype, num_sms)
+    return compiled(norm_instances.qk_norm(shape, dtype, head_dim, number, aligned=aligned), arch), shape.grid
+
+
+def qk_norm(q: Heads, k: Heads) -> None:
+    """Both in one launch; heads of other sizes than HEAD_DIMS as rows of two."""
+    tokens, task = max(q.tokens.num, k.tokens.num), q.task
+    if task.hidden not in select_norm.HEAD_DIMS:
+        for heads in (q, k):
+            _as_rows(heads)
+        return
+    if tokens == 0:
+        return
+    places: list[Any] = []
+    for heads in (q, k):
+        places += [heads.task.input, heads.tokens.pitch, heads.task.input_pitch]
+    for heads in (q, k):
+        places += [heads.task.out, heads.out_tokens.pitch, heads.task.out_pitch]
+    places += [q.task.weight, k.task.weight]
+    index, dtype = q.out.get_device(), _dtype(task.dtype)
+    aligned = are_aligned(task.hidden, dtype, *places)
+    function, grid = _heads(tokens * (task.rows + k.task.rows), task.hidden, dtype, index, aligned)
+    counts: list[Any] = [tokens, task.rows, k.task.rows, task.eps, task.weight_bias]
+    with torch.cuda.device(index):
+        function(QKNormArguments(*places, *counts), grid, torch.cuda.current_stream().cuda_stream)
+
+
+def _as_rows(heads: Heads) -> None:
+    """Through contiguous copies."""
+    call = Call(heads.source.contiguous(), heads.weight_tensor, None, heads.task.eps, heads.task.weight_bias)
+    result = call.add_out(None, call.shape, None)
+    norm_rows(call)
+    heads.out.copy_(result)

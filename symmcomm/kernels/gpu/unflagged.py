@@ -1,0 +1,106 @@
+"""Words that announce themselves: floats pushed to a peer that sees by their bits that they have come. No flags, no
+barrier, and nothing on the link but the data.
+
+What goes out is each 32-bit word inverted; a slot is zero wherever nothing has arrived. Only a word of ones would be
+zero inverted. In float32, and in a pair of 16-bit floats, that is NaN, and another NaN is sent in its place. So a
+receiver polls until no word is zero, each of which is one access of the memory model; then it stores zeros there.
+
+When may a slot be filled again? Slots alternate with the parity of the channel's epoch, and rank r fills p's at epoch e
+once r's kernel of epoch e - 1 is done. In it every CTA received something from p that p sent at e - 1, and p sent that
+after its kernels before were done, with all that they read and cleared at that parity. As for ``cells`` that is said of
+kernels: it asks of every kernel that on each channel it uses all ranks hear from all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from symmcomm.kernels.gpu.context import Context, block
+from symmcomm.kernels.gpu.primitives import give_up, load, overdue, pick, store
+from symmcomm.schedule.dtypes import DType
+from symmcomm.schedule.layout_gpu import CHANNEL_WORDS_BYTES, Phase
+
+_VECTOR_BYTES = 16
+_ONES = 0xFFFFFFFF
+
+
+def senders(ctx: Context) -> list[Any]:
+    """Ranks whose slots are read: the other one of two, else all (the own one is not used, but has an index)."""
+    if ctx.world_size == 2:
+        return [Int32(1) - ctx.rank]
+    return [Int32(peer) for peer in range(ctx.world_size)]
+
+
+def slot(ctx: Context, peer: Any, epoch: Any, sender: Any) -> Any:
+    """Where ``sender`` puts the CTA's words for that epoch, in the peer's heap."""
+    index = Int32(epoch & Uint32(1)) * Int32(ctx.world_size) + Int32(sender)
+    in_channel = index * Int32(ctx.layout.words_slot_bytes)
+    offset = Int64(ctx.layout.words) + Int64(block()) * CHANNEL_WORDS_BYTES + Int64(in_channel)
+    return ctx.peer_address(peer, offset)
+
+
+def inverted(words: list[Any], dtype: DType) -> list[Any]:
+    """Words as they go out."""
+    nan = Uint32(0x80000000 if dtype is DType.float32 else 0x80008000)
+    flipped = [word ^ Uint32(_ONES) for word in words]
+    return [pick(word == 0, nan, word) for word in flipped]
+
+
+def send(ctx: Context, epoch: Any, peer: Any, index: Any, vector: list[Any], when: Any) -> None:
+    """Stores a vector, ``inverted`` already, into this rank's slot at the peer, where ``when`` is true."""
+    address = slot(ctx, peer, epoch, ctx.rank) + Int64(index) * _VECTOR_BYTES
+    store(address, vector, semantics="relaxed", when=when)
+
+
+@cute.jit
+def receive(ctx: cutlass.Constexpr, epoch: Uint32, indices: cutlass.Constexpr, live: cutlass.Constexpr) -> Any:
+    """The vectors ``indices`` of all ``senders``, as far as they are ``live``, and whether all came; they are cleared.
+
+    The words are those of ``vector``; undefined where not live.
+    """
+    ranks = senders(ctx)
+    num = len(ranks) * len(indices)
+    got = cute.make_rmem_tensor((4 * num,), Uint32)
+    places = [slot(ctx, ctx.rank, epoch, peer) + Int64(i) * _VECTOR_BYTES for peer in ranks for i in indices]
+    wanted = [here & (peer != ctx.rank) for peer in ranks for here in live]
+    tries, since, late, missing = Int32(0), Int64(0), Boolean(False), Boolean(True)
+    while missing and not late:
+        missing = Boolean(False)
+        for i in cutlass.range_constexpr(num):
+            got[4 * i], got[4 * i + 1], got[4 * i + 2], got[4 * i + 3] = load(places[i], num=4, semantics="relaxed")
+        for i in cutlass.range_constexpr(num):
+            missing = missing | (wanted[i] & _incomplete(got, i))
+        tries += 1
+        late, since = overdue(ctx.state, tries, since)
+    if missing:
+        for i in cutlass.range_constexpr(num):
+            if wanted[i] & _incomplete(got, i):
+                give_up(ctx.state, ctx.rank, ranks[i // len(indices)], block(), epoch, epoch - 1, Int32(Phase.data))
+    else:
+        for i in cutlass.range_constexpr(num):
+            store(places[i], [Uint32(0)] * 4, when=wanted[i])
+    return got, missing == Boolean(False)
+
+
+def _incomplete(got: Any, i: int) -> Any:
+    """Whether a word of the i-th vector has not come."""
+    return (got[4 * i] == 0) | (got[4 * i + 1] == 0) | (got[4 * i + 2] == 0) | (got[4 * i + 3] == 0)
+
+
+def vector(got: Any, sender: int, k: int, vectors: int) -> list[Any]:
+    """A sender's k-th vector, of ``vectors``; ``sender`` counts in ``senders``."""
+    first = 4 * (sender * vectors + k)
+    return [got[first + i] ^ Uint32(_ONES) for i in range(4)]
+
+
+def in_rank_order(ctx: Context, own: list[Any], got: Any, k: int, vectors: int) -> list[list[Any]]:
+    """The words of all ranks: this one's ``own``, and the k-th vectors of the others."""
+    ordered = []
+    for peer in range(ctx.world_size):
+        other = vector(got, 0 if ctx.world_size == 2 else peer, k, vectors)
+        ordered.append([pick(ctx.rank == peer, mine, theirs) for mine, theirs in zip(own, other, strict=True)])
+    return ordered

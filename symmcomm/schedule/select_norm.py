@@ -1,0 +1,174 @@
+"""Which GPU kernel norms rows, alone or fused with a collective, and how large: pure functions of what all ranks know
+alike, so that all launch the same grid.
+
+``*_shape`` says what can be done and how (None: it cannot), ``choose_*`` what should be. Sizes are where the curves
+measured on two H200s cross. ``hidden`` is the elements of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from symmcomm.schedule.dtypes import DType
+from symmcomm.schedule.layout_gpu import NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout
+
+MAX_HIDDEN = 32768
+MAX_CTAS = 64
+"""Most CTAs that a caller can hold a kernel on symmetric memory to."""
+DTYPES = (DType.float32, DType.float16, DType.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+
+_VECTOR_BYTES = 16
+_CLUSTERS_FROM = 90
+_LL_BYTES = 2 << 20  # of all rows, up to which LL pays between two ranks
+_TWO_SHOT_FROM = 4  # ranks, from which on two shots send less
+_DIRECT_GRID = 64
+
+
+class Form(Enum):
+    """How the ranks' rows come together."""
+
+    ll = "LL"
+    staged = "staged"
+    direct = "direct"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLaunch:
+    """A norm kernel's shape.
+
+    Attributes:
+        grid: CTAs. threads: a row (LL: a CTA). rows: of a CTA at a time.
+        unroll: vectors of 16 bytes a thread; staged: of each piece.
+        cluster: CTAs a row, LL only.
+        pieces, piece_vectors: chunks a row and vectors a chunk, staged only.
+    """
+
+    form: Form | None
+    grid: int
+    threads: int
+    unroll: int
+    rows: int = 1
+    cluster: int = 1
+    pieces: int = 1
+    piece_vectors: int = 0
+
+
+def part_rows(rows: int, world_size: int) -> int:
+    """Rows that every rank owns, the last ranks' excepted: ``torch.chunk``'s rule."""
+    return -(-rows // world_size)
+
+
+def slice_rows(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The first row that the rank owns, and how many."""
+    part = part_rows(rows, world_size)
+    first = min(rank * part, rows)
+    return first, min(part, rows - first)
+
+
+def row_vectors(hidden: int, dtype: DType) -> int:
+    """Vectors of 16 bytes that hold a row."""
+    return -(-hidden * dtype.itemsize // _VECTOR_BYTES)
+
+
+def are_aligned(hidden: int, dtype: DType, *bytes_: int) -> bool:
+    """Whether rows are whole vectors, and all given addresses and pitches are multiples of one."""
+    bits = hidden * dtype.itemsize
+    for value in bytes_:
+        bits |= value
+    return bits % _VECTOR_BYTES == 0
+
+
+def norm_shape(rows: int, hidden: int, dtype: DType, num_sms: int) -> RowLaunch:
+    """RMSNorm alone. Decode: as many threads a row as it has vectors, so that each has one; prefill: fewer threads with
+    more vectors each, which keeps more in flight."""
+    vectors = row_vectors(hidden, dtype)
+    if vectors <= 32:
+        threads = 1 << max(0, vectors - 1).bit_length()
+        a_cta = max(1, min(8, -(-rows // num_sms))) * max(1, 32 // threads)
+        return RowLaunch(form=None, grid=max(1, -(-rows // a_cta)), threads=threads, unroll=1, rows=a_cta)
+    unroll = 1 if rows <= 2 * num_sms else 4 if vectors >= 512 else 2
+    threads = min(1024, max(32, -(-vectors // (32 * unroll)) * 32))
+    return RowLaunch(form=None, grid=rows, threads=threads, unroll=-(-vectors // threads))
+
+
+def qk_norm_shape(num_heads: int, head_dim: int, dtype: DType, num_sms: int) -> RowLaunch:
+    """QK-norm of that many heads in all, queries' and keys': ``rows`` heads a team, in CTAs of four warps."""
+    vectors = row_vectors(head_dim, dtype)
+    threads = min(32, vectors)
+    teams = 4 * 32 // threads
+    heads = 1 if num_heads <= 8 * teams * num_sms else 2
+    grid = max(1, -(-num_heads // (teams * heads)))
+    return RowLaunch(form=None, grid=grid, threads=threads, unroll=vectors // threads, rows=heads)
+
+
+def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int) -> RowLaunch | None:
+    """The LL kernel for that many rows: as many CTAs a row, and as few vectors a thread, as one wave allows."""
+    room = Layout.create(world_size).words_slot_bytes // _VECTOR_BYTES
+    vectors = row_vectors(hidden, dtype)
+    for unroll in (1, 2, 4):
+        for cluster in (8, 4, 2, 1) if arch >= _CLUSTERS_FROM else (1,):
+            threads = -(-vectors // (32 * unroll * cluster)) * 32
+            if cluster > 1 and threads < 128:
+                continue  # more warps pay more than more CTAs
+            fits = threads <= 1024 and threads * unroll <= room
+            if fits and rows * cluster <= min(NUM_CHANNELS, num_sms):
+                grid = rows * cluster
+                return RowLaunch(form=Form.ll, grid=grid, threads=threads, unroll=unroll, cluster=cluster)
+    return None
+
+
+def staged_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int) -> RowLaunch:
+    """The staged kernel for that many rows on each rank: a chunk is a row, or as much of it as fits a slot."""
+    vectors, slot = row_vectors(hidden, dtype), Layout.create(world_size).staging_slot_bytes // _VECTOR_BYTES
+    pieces = -(-vectors // slot)
+    piece_vectors = -(-vectors // pieces)
+    threads = min(512 if world_size <= 4 else 256, -(-piece_vectors // 32) * 32)
+    return RowLaunch(
+        form=Form.staged,
+        grid=max(1, min(rows, NUM_STAGED_CHANNELS, num_sms)),
+        threads=threads,
+        unroll=-(-piece_vectors // threads),
+        pieces=pieces,
+        piece_vectors=piece_vectors,
+    )
+
+
+def direct_shape(
+    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, max_ctas: int | None = None
+) -> RowLaunch:
+    """The kernel on symmetric memory, for that many rows on each rank. A CTA has several in flight, where registers
+    hold them."""
+    vectors = row_vectors(hidden, dtype)
+    grid = max(1, min(rows, num_sms, _DIRECT_GRID if max_ctas is None else max_ctas))
+    threads = min(1024, -(-vectors // 32) * 32)
+    unroll = -(-vectors // threads)
+    batch = 2 if world_size == 2 and unroll == 1 and rows > grid else 1
+    return RowLaunch(form=Form.direct, grid=grid, threads=threads, unroll=unroll, rows=batch)
+
+
+def choose_all_reduce_norm(
+    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int, symmetric: bool = False
+) -> RowLaunch:
+    """All-reduce and norm of ``rows`` rows. ``symmetric``: source and both outputs are, at the same offsets on all
+    ranks; else the form is one for ordinary tensors."""
+    if rows * hidden * dtype.itemsize * world_size * (world_size - 1) <= 2 * _LL_BYTES:
+        shape = ll_shape(rows, hidden, dtype, world_size, num_sms, arch)
+        if shape is not None:
+            return shape
+    if symmetric and world_size >= _TWO_SHOT_FROM:
+        return direct_shape(part_rows(rows, world_size), hidden, dtype, world_size, num_sms, num_sms)
+    return staged_shape(rows, hidden, dtype, world_size, num_sms)
+
+
+def choose_reduce_scatter_norm(
+    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int
+) -> RowLaunch:
+    """Reduce-scatter and norm of ``rows`` rows in all, of any tensors."""
+    part = part_rows(rows, world_size)
+    if part * hidden * dtype.itemsize * world_size * (world_size - 1) <= 2 * _LL_BYTES:
+        shape = ll_shape(part, hidden, dtype, world_size, num_sms, arch)
+        if shape is not None:
+            return shape
+    return staged_shape(part, hidden, dtype, world_size, num_sms)

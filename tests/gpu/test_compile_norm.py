@@ -1,0 +1,155 @@
+"""The norm kernels compile to PTX and machine code with no GPU; they move 16 bytes at a time and spill nothing."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from symmcomm.schedule import select_norm
+from symmcomm.schedule.dtypes import DType
+from symmcomm.schedule.select_norm import Form, RowLaunch
+
+pytest.importorskip("cutlass")
+
+from symmcomm.kernels.gpu import norm_instances
+from symmcomm.kernels.gpu.compile import compile_kernel
+
+ARCHITECTURES = {"sm_80": 80, "sm_90a": 90, "sm_100a": 100}
+PER_ARCHITECTURE = pytest.mark.parametrize("arch", ARCHITECTURES)
+DTYPES = pytest.mark.parametrize("dtype", select_norm.DTYPES, ids=lambda d: d.name)
+MOST_STACK_BYTES = 16
+"""A row and eight ranks' addresses can fill a thread's registers; then an address or two are put aside."""
+SIGNALS = ("st.release.sys.global.b32", "ld.acquire.sys.global.b32")
+LOAD, STORE = "ld.global.v4.b32", "st.weak.global.v4.b32"
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes a thread that the kernel keeps in local memory: EIATTR_FRAME_SIZE in the ELF file's ``.nv.info``."""
+    table, (entry, num, names) = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry) for i in range(num)]
+    found = []
+    for name, _, _, _, offset, size in sections:
+        start = sections[names][4] + name
+        if cubin[start : cubin.index(b"\0", start)] != b".nv.info":
+            continue
+        at = offset
+        while at < offset + size:
+            form, attribute, value = struct.unpack_from("<BBH", cubin, at)
+            at += 4
+            if form == 4:  # the value is the length of what follows
+                if attribute == 0x11:
+                    found.append(struct.unpack_from("<I", cubin, at + 4)[0])
+                at += value
+    assert found
+    return max(found)
+
+
+def ptx_of(kernel: Any, arch: str, directory: Path) -> str:
+    built = compile_kernel(kernel, arch, f"--keep-ptx --keep-cubin --dump-dir {directory}")
+    ptx: str = built.__ptx__
+    assert f".target {arch}" in ptx
+    assert ".local" not in ptx
+    assert stack_bytes(built.__cubin__) <= MOST_STACK_BYTES
+    return ptx
+
+
+@PER_ARCHITECTURE
+@DTYPES
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 8192), (16, 128), (8192, 8192), (8192, 32768)])
+def test_rms_norm(rows: int, hidden: int, dtype: DType, arch: str, tmp_path: Path) -> None:
+    shape = select_norm.norm_shape(rows, hidden, dtype, 132)
+    ptx = ptx_of(
+        norm_instances.rms_norm(shape, dtype, ARCHITECTURES[arch], aligned=True, residual=True), arch, tmp_path
+    )
+    assert ptx.count(LOAD) >= 3 * shape.unroll  # input, residual, weight
+    assert ptx.count(STORE) == 2 * shape.unroll
+    assert not re.search(r"ld\S*\.global\.(u16|b32) ", ptx)
+
+
+@DTYPES
+def test_options_of_rms_norm(dtype: DType, tmp_path: Path) -> None:
+    shape = select_norm.norm_shape(64, 4096, dtype, 132)
+    ptx = ptx_of(
+        norm_instances.rms_norm(shape, dtype, 90, aligned=True, bias=True, quantize=True, pdl=True), "sm_90a", tmp_path
+    )
+    assert "e4m3x2.f32" in ptx
+    assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+    ptx = ptx_of(norm_instances.rms_norm(shape, dtype, 90, aligned=False, residual=True), "sm_90a", tmp_path)
+    assert LOAD not in ptx
+
+
+@PER_ARCHITECTURE
+@DTYPES
+@pytest.mark.parametrize("head_dim", select_norm.HEAD_DIMS)
+def test_qk_norm(head_dim: int, dtype: DType, arch: str, tmp_path: Path) -> None:
+    shape = select_norm.qk_norm_shape(40, head_dim, dtype, 132)
+    ptx = ptx_of(
+        norm_instances.qk_norm(shape, dtype, head_dim, ARCHITECTURES[arch], aligned=True), arch, tmp_path
+    )
+    assert ptx.count(STORE) == shape.rows * shape.unroll
+    assert "bar.sync" not in ptx
+
+
+@PER_ARCHITECTURE
+@DTYPES
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_exchange_norm(scatter: bool, world_size: int, dtype: DType, arch: str, tmp_path: Path) -> None:
+    number = ARCHITECTURES[arch]
+    ll = select_norm.ll_shape(2, 512, dtype, world_size, 132, number)
+    assert ll is not None
+    kernel = norm_instances.exchange_norm(ll, dtype, world_size, number, aligned=True, scatter=scatter)
+    ptx = ptx_of(kernel, arch, tmp_path)
+    assert "st.relaxed.sys.global.v4.b32" in ptx
+    assert "ld.relaxed.sys.global.v4.b32" in ptx
+    assert ("barrier.cluster.wait" in ptx) == (ll.cluster > 1)
+    staged = select_norm.staged_shape(128, 4096, dtype, world_size, 132)
+    kernel = norm_instances.exchange_norm(staged, dtype, world_size, number, aligned=True, scatter=scatter)
+    ptx = ptx_of(kernel, arch, tmp_path)
+    for access in (*SIGNALS, "ld.relaxed.sys.global.v4.b32", LOAD, STORE):
+        assert access in ptx
+
+
+@PER_ARCHITECTURE
+@DTYPES
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_direct_norm(world_size: int, dtype: DType, arch: str, tmp_path: Path) -> None:
+    shape = select_norm.direct_shape(512, 4096, dtype, world_size, 132)
+    for how in ({}, {"replicate": True}, {"gather": False, "quantize": True}, {"reduce": False, "residual": False}):
+        kernel = norm_instances.direct_norm(shape, dtype, world_size, ARCHITECTURES[arch], aligned=True, **how)
+        ptx = ptx_of(kernel, arch, tmp_path)
+        assert ("ld.relaxed.sys.global.v4.b32" in ptx) == how.get("reduce", True)
+        assert ptx.count("st.release.sys.global.b32") >= 2
+        assert "multimem" not in ptx.split("{", 1)[1]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@DTYPES
+def test_multimem(dtype: DType, arch: str, tmp_path: Path) -> None:
+    shape = select_norm.direct_shape(512, 4096, dtype, 8, 132)
+    words = {DType.float32: "f32", DType.float16: "acc::f32.v4.f16x2", DType.bfloat16: "acc::f32.v4.bf16x2"}[dtype]
+    for replicate in (False, True):
+        kernel = norm_instances.direct_norm(
+            shape, dtype, 8, ARCHITECTURES[arch], aligned=True, replicate=replicate, multimem=True
+        )
+        ptx = ptx_of(kernel, arch, tmp_path)
+        assert re.search(rf"multimem\.ld_reduce\.relaxed\.sys\.global\.add\.\S*{words} ", ptx)
+        stores = shape.unroll * shape.rows * (2 if replicate else 1)
+        assert ptx.count("multimem.st.relaxed.sys.global.v4.f32") == stores
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_clusters(arch: str, tmp_path: Path) -> None:
+    """A row of 8192 by several CTAs: their sums go to each other's shared memory once all have started."""
+    for cluster in (2, 4):
+        shape = RowLaunch(form=Form.ll, grid=cluster, threads=1024 // cluster, unroll=1, cluster=cluster)
+        kernel = norm_instances.exchange_norm(shape, DType.bfloat16, 2, ARCHITECTURES[arch], aligned=True, pdl=True)
+        ptx = ptx_of(kernel, arch, tmp_path)
+        started = ptx.index("barrier.cluster.wait")
+        assert ptx.index("fence.mbarrier_init") < ptx.index("barrier.cluster.arrive") < started
+        assert started < ptx.index("st.async.shared::cluster") < ptx.index("mbarrier.try_wait.parity")
+        assert ptx.rindex("st.relaxed.sys.global.v4.b32") < started  # cells are under way before anybody waits

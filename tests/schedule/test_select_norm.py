@@ -1,0 +1,95 @@
+"""The shapes of the norm kernels hold what they must, for every row length and world size."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from symmcomm.schedule import select_norm as select
+from symmcomm.schedule.dtypes import DType
+from symmcomm.schedule.layout_gpu import NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout
+from symmcomm.schedule.select_norm import Form, RowLaunch
+
+HIDDEN = (1, 7, 8, 64, 100, 2880, 4096, 8192, 12300, 16384, 32767, 32768)
+ROWS = (1, 2, 3, 16, 64, 128, 133, 1024, 8192)
+WORLDS = (1, 2, 3, 4, 5, 8, 16)
+NUM_SMS = (16, 66, 132)
+
+
+def holds_a_row(shape: RowLaunch, hidden: int, dtype: DType) -> bool:
+    return shape.threads * shape.unroll * shape.cluster * shape.pieces * 16 >= hidden * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", select.DTYPES, ids=lambda d: d.name)
+def test_norm_alone(dtype: DType) -> None:
+    for rows, hidden, num_sms in product(ROWS, HIDDEN, NUM_SMS):
+        shape = select.norm_shape(rows, hidden, dtype, num_sms)
+        assert holds_a_row(shape, hidden, dtype)
+        assert shape.threads * shape.rows <= 1024
+        assert shape.threads * shape.rows % 32 == 0
+        assert shape.grid * shape.rows >= rows
+        assert shape.rows == 1 or shape.threads <= 32
+        assert shape.threads % 32 == 0 or 32 % shape.threads == 0
+
+
+@pytest.mark.parametrize("dtype", select.DTYPES, ids=lambda d: d.name)
+def test_heads(dtype: DType) -> None:
+    for heads, head_dim in product((1, 40, 1000, 100_000), select.HEAD_DIMS):
+        shape = select.qk_norm_shape(heads, head_dim, dtype, 132)
+        assert shape.threads * shape.unroll * 16 == head_dim * dtype.itemsize
+        assert 32 % shape.threads == 0
+        assert shape.grid * shape.rows * 128 // shape.threads >= heads
+
+
+@pytest.mark.parametrize("dtype", select.DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_exchanges(world_size: int, dtype: DType) -> None:
+    layout = Layout.create(world_size)
+    for rows, hidden, num_sms, arch in product(ROWS, HIDDEN, NUM_SMS, (80, 90)):
+        chosen = [
+            select.choose_all_reduce_norm(rows, hidden, dtype, world_size, num_sms, arch),
+            select.choose_reduce_scatter_norm(rows, hidden, dtype, world_size, num_sms, arch),
+        ]
+        for shape in chosen:
+            assert holds_a_row(shape, hidden, dtype)
+            assert shape.threads % 32 == 0
+            assert 32 <= shape.threads <= 1024
+            assert 1 <= shape.grid <= num_sms
+            if shape.form is Form.ll:
+                assert shape.grid <= NUM_CHANNELS
+                assert shape.grid % shape.cluster == 0
+                assert shape.threads * shape.unroll * 16 <= layout.words_slot_bytes
+                assert shape.cluster == 1 or arch >= 90
+            else:
+                assert shape.form is Form.staged
+                assert shape.grid <= NUM_STAGED_CHANNELS
+                assert shape.piece_vectors * 16 <= layout.staging_slot_bytes
+                assert shape.piece_vectors <= shape.threads * shape.unroll
+                assert shape.piece_vectors * shape.pieces >= select.row_vectors(hidden, dtype)
+
+
+def test_direct() -> None:
+    for rows, hidden, world_size in product(ROWS, HIDDEN, WORLDS):
+        for max_ctas in (None, 1, 16, 64):
+            shape = select.direct_shape(rows, hidden, DType.bfloat16, world_size, 132, max_ctas)
+            assert holds_a_row(shape, hidden, DType.bfloat16)
+            assert 1 <= shape.grid <= (max_ctas or 132)
+    assert select.choose_all_reduce_norm(4096, 8192, DType.bfloat16, 8, 132, 90, True).form is Form.direct
+    assert select.choose_all_reduce_norm(4096, 8192, DType.bfloat16, 2, 132, 90, True).form is Form.staged
+    assert select.choose_all_reduce_norm(1, 8192, DType.bfloat16, 2, 132, 90).form is Form.ll
+
+
+def test_slices_are_those_of_chunk() -> None:
+    for rows, world_size in product(range(20), WORLDS):
+        slices = [select.slice_rows(rows, world_size, rank) for rank in range(world_size)]
+        owned = [row for first, num in slices for row in range(first, first + num)]
+        assert owned == list(range(rows))
+        assert all(num == -(-rows // world_size) for first, num in slices if first + num < rows)
+
+
+def test_alignment() -> None:
+    assert select.are_aligned(8, DType.bfloat16, 256, 32)
+    assert not select.are_aligned(8, DType.bfloat16, 256, 40)
+    assert not select.are_aligned(7, DType.bfloat16, 256)
+    assert select.are_aligned(4, DType.float32)

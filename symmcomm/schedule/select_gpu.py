@@ -96,6 +96,12 @@ def ll_shape(
     return None
 
 
+def may_start_early(shape: Launch) -> bool:
+    """Whether a kernel may take its place while the last one still runs (``kernels.gpu.context.enter``): if it is so
+    small that the kernels of two communicators, and those that wait behind them, fit on an SM together."""
+    return shape.algorithm in (Algorithm.ll, Algorithm.ll_two_shot) and shape.threads <= 512 and shape.unroll == 1
+
+
 def two_shot_shape(num_bytes: int, dtype: DType, world_size: int, num_sms: int) -> Launch:
     """The two-shot kernel: enough CTAs to fill the links, enough loads in flight to cover their latency."""
     unroll = _unroll(dtype, world_size)
@@ -191,21 +197,20 @@ def choose_reduce_scatter(
 
 def choose_all_gather(
     part_bytes: int, world_size: int, num_sms: int, source_symmetric: bool = False, target_symmetric: bool = False,
-    at: Thresholds = DEFAULT, copy_engine: bool = False,
+    at: Thresholds = DEFAULT,
 ) -> Launch:  # fmt: skip
     """All-gather, even all-to-all, broadcast or scatter of parts of that size.
 
     ``target_symmetric`` (push) asks that the source is not in the target, but for the part that stays;
-    ``source_symmetric`` (pull) that nothing is written where peers read; ``copy_engine`` that the caller has a
-    ``kernels.gpu.copy_engine``, which is no kernel.
+    ``source_symmetric`` (pull) that nothing is written where peers read.
     """
     shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size, at) else None
     if shape is not None:
         return shape
     if part_bytes < at.push_bytes:
         return staged_shape(part_bytes, world_size, num_sms)
-    if target_symmetric and copy_engine and part_bytes >= at.copy_engine_bytes:
-        return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=32, unroll=1)
+    if target_symmetric and part_bytes >= at.copy_engine_bytes:
+        return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=1, unroll=1)
     if target_symmetric:
         return direct_shape(part_bytes, num_sms, Algorithm.push)
     if source_symmetric:

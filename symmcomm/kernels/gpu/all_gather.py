@@ -111,14 +111,12 @@ class AllGatherLL:
 @dataclass(frozen=True, kw_only=True)
 class AllGatherPush:
     """The push kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight, ``multimem`` whether the
-    switch distributes; then ``multicast_base`` must be one, and the source pitch 0; ``early`` as in
-    ``context.enter``."""
+    switch distributes; then ``multicast_base`` must be one, and the source pitch 0."""
 
     world_size: int
     threads: int
     vectors: int
     multimem: bool = False
-    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -133,7 +131,7 @@ class AllGatherPush:
         kernel = self.kernel(
             base, stride, rank, multicast_base, source, source_pitch, target, target_pitch, num_bytes, sender
         )
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
@@ -141,7 +139,6 @@ class AllGatherPush:
         target: Int64, target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):
@@ -167,13 +164,11 @@ class AllGatherPush:
 
 @dataclass(frozen=True, kw_only=True)
 class AllGatherPull:
-    """The pull kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight; ``early`` as in
-    ``context.enter``."""
+    """The pull kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight."""
 
     world_size: int
     threads: int
     vectors: int
-    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -186,7 +181,7 @@ class AllGatherPull:
     ) -> None:  # fmt: skip
         """``source``: an offset from the start of each rank's heap; ``target``: an address."""
         kernel = self.kernel(base, stride, rank, source, source_pitch, target, target_pitch, num_bytes, sender)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
@@ -194,7 +189,6 @@ class AllGatherPull:
         target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):

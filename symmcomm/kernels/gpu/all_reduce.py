@@ -34,7 +34,7 @@ from symmcomm.kernels.gpu.all_gather import first_unit, num_units
 from symmcomm.kernels.gpu.all_reduce_ll import slice_bytes
 from symmcomm.kernels.gpu.all_to_all import Exchange, Parts
 from symmcomm.kernels.gpu.barrier import sync
-from symmcomm.kernels.gpu.context import Context, begin, block, end, enter
+from symmcomm.kernels.gpu.context import Context, begin, block, end
 from symmcomm.kernels.gpu.copy import clip
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
@@ -47,7 +47,7 @@ from symmcomm.schedule.layout_gpu import Layout, Phase
 @dataclass(frozen=True, kw_only=True)
 class AllReduceTwoShot:
     """The two-shot kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight (of each rank's tensor),
-    ``multimem`` whether the switch reduces; then ``multicast_base`` must be one; ``early`` as in ``context.enter``."""
+    ``multimem`` whether the switch reduces; then ``multicast_base`` must be one."""
 
     dtype: DType
     op: Op
@@ -56,7 +56,6 @@ class AllReduceTwoShot:
     threads: int
     vectors: int
     multimem: bool = False
-    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -69,14 +68,13 @@ class AllReduceTwoShot:
     ) -> None:  # fmt: skip
         """``offset``: of ``count`` elements from the start of each rank's heap."""
         kernel = self.kernel(base, stride, rank, multicast_base, offset, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
         self, base: Int64, stride: Int64, rank: Int32, multicast_base: Int64, offset: Int64, count: Int64
     ) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):
@@ -100,8 +98,8 @@ class AllReduceTwoShot:
 @dataclass(frozen=True, kw_only=True)
 class AllReduceOneShot:
     """The one-shot kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight,
-    ``chunk_bytes`` at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``; ``early`` as in
-    ``context.enter``. At most NUM_STAGED_CHANNELS CTAs."""
+    ``chunk_bytes`` at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``. At most
+    NUM_STAGED_CHANNELS CTAs."""
 
     dtype: DType
     op: Op
@@ -110,7 +108,6 @@ class AllReduceOneShot:
     threads: int
     vectors: int
     chunk_bytes: int
-    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -123,12 +120,11 @@ class AllReduceOneShot:
     ) -> None:  # fmt: skip
         """``source`` and ``result``: addresses of ``count`` elements, which may be the same."""
         kernel = self.kernel(base, stride, rank, source, result, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
         num_bytes = count * self.dtype.itemsize
         parts = Parts(
             rank=rank, source=source, source_pitch=Int64(0), target=result, target_pitch=Int64(0),
@@ -172,7 +168,7 @@ class Slices:
 class AllReduceStaged:
     """The push and staged kernels. Attributes: ``symmetric`` whether the result is (push), ``threads`` a CTA,
     ``vectors`` of each source a thread has in flight, ``chunk_bytes`` of a slice at a time: a multiple of 16, at most
-    the layout's ``staging_slot_bytes``; ``early`` as in ``context.enter``. At most NUM_STAGED_CHANNELS CTAs."""
+    the layout's ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs."""
 
     dtype: DType
     op: Op
@@ -182,7 +178,6 @@ class AllReduceStaged:
     vectors: int
     chunk_bytes: int
     symmetric: bool
-    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -196,12 +191,11 @@ class AllReduceStaged:
         """``source`` and ``result``: addresses of ``count`` elements, which may be the same. If ``symmetric``, the
         result is in the heap, at the same offset on all ranks."""
         kernel = self.kernel(base, stride, rank, source, result, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
         total = count * self.dtype.itemsize
         per_rank = slice_bytes(total, self.world_size)
         slices: dict[str, Any] = {"rank": rank, "num_bytes": per_rank, "total": total}

@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
+from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
 from symmcomm.kernels.gpu.copy import clip, copy_bytes
 from symmcomm.kernels.gpu.primitives import complain, load, pick, store
 from symmcomm.kernels.gpu.staged import chunk_offset, hear, num_chunks, proceed, start
@@ -121,15 +121,13 @@ class AllToAllStaged:
     """Equal parts through staging memory; all-gather if the source pitch is 0, scatter or broadcast with a sender.
 
     Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight, ``chunk_bytes`` of a part at a time: a multiple
-    of 16, at most the layout's ``staging_slot_bytes``; ``early`` as in ``context.enter``. At most NUM_STAGED_CHANNELS
-    CTAs.
+    of 16, at most the layout's ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs.
     """
 
     world_size: int
     threads: int
     vectors: int
     chunk_bytes: int
-    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -142,7 +140,7 @@ class AllToAllStaged:
     ) -> None:  # fmt: skip
         """``source`` and ``target``: addresses; pitches and ``num_bytes`` (of one part, not 0) in bytes."""
         kernel = self.kernel(base, stride, rank, source, source_pitch, target, target_pitch, num_bytes, sender)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
@@ -150,7 +148,6 @@ class AllToAllStaged:
         target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
         parts = Parts(
             rank=rank, source=source, source_pitch=source_pitch, target=target, target_pitch=target_pitch,
             num_bytes=num_bytes, sender=sender,

@@ -85,8 +85,8 @@ def block() -> Any:
 def enter(early: bool) -> None:
     """Starts a kernel. ``early``: it is launched so that its CTAs may take their places while the kernel before still
     runs (programmatic dependent launch, from sm_90 on), and waits here until that one is done and its writes are seen;
-    then it lets the one after it come. Not for ranks that share a GPU: a CTA that waits could take a place that a
-    peer's kernel, for which the one before waits, needs."""
+    then it lets the one after it come. Only for small kernels, and not for ranks that share a GPU: a CTA that waits
+    could take a place that the kernel for which the one before waits needs."""
     if early:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()

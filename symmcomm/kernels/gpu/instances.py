@@ -1,4 +1,8 @@
-"""The kernel of a shape: what ``schedule.select_gpu`` chose, with what is compiled into it."""
+"""The kernel of a shape: what ``schedule.select_gpu`` chose, with what is compiled into it.
+
+``early``: whether the ranks have a GPU each that knows programmatic dependent launch (from sm_90 on). Small kernels
+then start early, see ``context.enter``.
+"""
 
 from __future__ import annotations
 
@@ -11,47 +15,46 @@ from symmcomm.kernels.gpu.all_to_all import AllToAllStaged, AllToAllUneven
 from symmcomm.kernels.gpu.compile import Kernel
 from symmcomm.kernels.gpu.reduce_scatter import ReduceScatterLL, ReduceScatterPull, ReduceScatterStaged
 from symmcomm.schedule.dtypes import DType, Op
-from symmcomm.schedule.select_gpu import Algorithm, Launch
+from symmcomm.schedule.select_gpu import Algorithm, Launch, may_start_early
 
 
 def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False) -> Kernel:
-    """See ``select_gpu.choose``; ``arch`` as in ``sm_<arch>``, ``early`` as in ``context.enter``."""
+    """See ``select_gpu.choose``; ``arch`` as in ``sm_<arch>``."""
     reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
     match shape.algorithm:
         case Algorithm.ll:
-            return AllReduceLL(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
+            return AllReduceLL(**reduction, **_cells(shape, early))
         case Algorithm.ll_two_shot:
-            return AllReduceLLTwoShot(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
+            return AllReduceLLTwoShot(**reduction, **_cells(shape, early))
         case Algorithm.two_shot:
-            return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll, early=early)
-    chunks = _chunks(shape, early)
+            return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll)
     if shape.algorithm is Algorithm.one_shot:
-        return AllReduceOneShot(**reduction, **chunks)
-    return AllReduceStaged(**reduction, **chunks, symmetric=shape.algorithm is Algorithm.push)
+        return AllReduceOneShot(**reduction, **_chunks(shape))
+    return AllReduceStaged(**reduction, **_chunks(shape), symmetric=shape.algorithm is Algorithm.push)
 
 
 def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False) -> Kernel:
-    """See ``select_gpu.choose_reduce_scatter``; ``arch`` as in ``sm_<arch>``, ``early`` as in ``context.enter``."""
+    """See ``select_gpu.choose_reduce_scatter``; ``arch`` as in ``sm_<arch>``."""
     reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
     match shape.algorithm:
         case Algorithm.ll:
-            return ReduceScatterLL(**reduction, threads=shape.threads, cells=shape.unroll, early=early)
+            return ReduceScatterLL(**reduction, **_cells(shape, early))
         case Algorithm.pull:
-            return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll, early=early)
-    return ReduceScatterStaged(**reduction, **_chunks(shape, early))
+            return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll)
+    return ReduceScatterStaged(**reduction, **_chunks(shape))
 
 
 def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False) -> Kernel:
-    """See ``select_gpu.choose_all_gather``; ``same``: all takers get the same; ``early`` as in ``context.enter``."""
+    """See ``select_gpu.choose_all_gather``; ``same``: all takers get the same."""
     threads, unroll = shape.threads, shape.unroll
     match shape.algorithm:
         case Algorithm.ll:
-            return AllGatherLL(world_size=world_size, same=same, threads=threads, cells=unroll, early=early)
+            return AllGatherLL(world_size=world_size, same=same, **_cells(shape, early))
         case Algorithm.push:
-            return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll, early=early)
+            return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll)
         case Algorithm.pull:
-            return AllGatherPull(world_size=world_size, threads=threads, vectors=unroll, early=early)
-    return AllToAllStaged(world_size=world_size, **_chunks(shape, early))
+            return AllGatherPull(world_size=world_size, threads=threads, vectors=unroll)
+    return AllToAllStaged(world_size=world_size, **_chunks(shape))
 
 
 def all_to_all_uneven(shape: Launch, world_size: int) -> Kernel:
@@ -61,5 +64,9 @@ def all_to_all_uneven(shape: Launch, world_size: int) -> Kernel:
     )
 
 
-def _chunks(shape: Launch, early: bool) -> dict[str, Any]:
-    return {"threads": shape.threads, "vectors": shape.unroll, "chunk_bytes": shape.chunk_bytes, "early": early}
+def _cells(shape: Launch, early: bool) -> dict[str, Any]:
+    return {"threads": shape.threads, "cells": shape.unroll, "early": early and may_start_early(shape)}
+
+
+def _chunks(shape: Launch) -> dict[str, Any]:
+    return {"threads": shape.threads, "vectors": shape.unroll, "chunk_bytes": shape.chunk_bytes}

@@ -115,8 +115,8 @@ class ReduceIncoming(Exchange):
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterStaged:
     """The staged kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight,
-    ``chunk_bytes`` of a part at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``; ``early``
-    as in ``context.enter``. At most NUM_STAGED_CHANNELS CTAs."""
+    ``chunk_bytes`` of a part at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``. At most
+    NUM_STAGED_CHANNELS CTAs."""
 
     dtype: DType
     op: Op
@@ -125,7 +125,6 @@ class ReduceScatterStaged:
     threads: int
     vectors: int
     chunk_bytes: int
-    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -138,12 +137,11 @@ class ReduceScatterStaged:
     ) -> None:  # fmt: skip
         """``source``: address of ``world_size`` parts of ``count`` elements; ``output``: of ``count`` elements."""
         kernel = self.kernel(base, stride, rank, source, output, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
         num_bytes = count * self.dtype.itemsize
         parts = Parts(
             rank=rank, source=source, source_pitch=num_bytes, target=output, target_pitch=Int64(0),
@@ -165,7 +163,7 @@ class ReduceScatterStaged:
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterPull:
     """The pull kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight, ``multimem``
-    whether the switch reduces; then ``multicast_base`` must be one; ``early`` as in ``context.enter``."""
+    whether the switch reduces; then ``multicast_base`` must be one."""
 
     dtype: DType
     op: Op
@@ -174,7 +172,6 @@ class ReduceScatterPull:
     threads: int
     vectors: int
     multimem: bool = False
-    early: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -188,14 +185,13 @@ class ReduceScatterPull:
         """``source``: offset of ``world_size`` parts of ``count`` elements from the start of each rank's heap;
         ``output``: address of ``count`` elements."""
         kernel = self.kernel(base, stride, rank, multicast_base, source, output, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
         self, base: Int64, stride: Int64, rank: Int32, multicast_base: Int64, source: Int64, output: Int64, count: Int64
     ) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):

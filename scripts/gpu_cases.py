@@ -109,7 +109,7 @@ def chosen(collective: str, num_bytes: int, world_size: int, num_sms: int, symme
         return select_gpu.choose(num_bytes, DType.bfloat16, world_size, num_sms, symmetric)
     if collective == "reduce_scatter":
         return select_gpu.choose_reduce_scatter(part, DType.bfloat16, world_size, num_sms, symmetric)
-    return select_gpu.choose_all_gather(part, world_size, num_sms, False, symmetric)
+    return select_gpu.choose_all_gather(part, world_size, num_sms, False, symmetric, copy_engine=True)
 
 
 def ours(rank: Rank, collective: str, num_bytes: int, shape: Launch) -> Case:

@@ -197,20 +197,21 @@ def choose_reduce_scatter(
 
 def choose_all_gather(
     part_bytes: int, world_size: int, num_sms: int, source_symmetric: bool = False, target_symmetric: bool = False,
-    at: Thresholds = DEFAULT,
+    at: Thresholds = DEFAULT, copy_engine: bool = False,
 ) -> Launch:  # fmt: skip
     """All-gather, even all-to-all, broadcast or scatter of parts of that size.
 
     ``target_symmetric`` (push) asks that the source is not in the target, but for the part that stays;
-    ``source_symmetric`` (pull) that nothing is written where peers read.
+    ``source_symmetric`` (pull) that nothing is written where peers read; ``copy_engine`` that the caller has a
+    ``kernels.gpu.copy_engine``, which is no kernel.
     """
     shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size, at) else None
     if shape is not None:
         return shape
     if part_bytes < at.push_bytes:
         return staged_shape(part_bytes, world_size, num_sms)
-    if target_symmetric and part_bytes >= at.copy_engine_bytes:
-        return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=1, unroll=1)
+    if target_symmetric and copy_engine and part_bytes >= at.copy_engine_bytes:
+        return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=32, unroll=1)
     if target_symmetric:
         return direct_shape(part_bytes, num_sms, Algorithm.push)
     if source_symmetric:

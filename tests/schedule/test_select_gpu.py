@@ -22,8 +22,6 @@ WORLDS = (2, 3, 5, 8, 16, 72)
 
 
 def assert_fits(shape: Launch, part_bytes: int, world_size: int, num_sms: int, itemsize: int = 1) -> None:
-    if shape.algorithm is Algorithm.copy_engine:
-        return  # no kernel
     layout = Layout.create(world_size)
     assert 1 <= shape.grid <= min(num_sms, NUM_CHANNELS)
     assert world_size <= shape.threads <= 1024
@@ -61,10 +59,10 @@ def test_an_ordinary_tensor_needs_no_heap() -> None:
             assert choose(1 << exponent, DType.float32, world_size, 132, False).algorithm in any_tensors
 
 
-def test_copy_engines_move_what_is_large() -> None:
-    for part, expected in ((1 << 26, Algorithm.push), (1 << 28, Algorithm.copy_engine)):
-        assert choose_all_gather(part, 2, 132, False, True).algorithm is expected
-        assert choose_all_gather(part, 2, 132).algorithm is Algorithm.staged
+def test_copy_engines_are_chosen_by_who_has_them() -> None:
+    for has, expected in ((False, Algorithm.push), (True, Algorithm.copy_engine)):
+        assert choose_all_gather(1 << 28, 2, 132, False, True, copy_engine=has).algorithm is expected
+        assert choose_all_gather(1 << 28, 2, 132, copy_engine=has).algorithm is Algorithm.staged
 
 
 def test_what_starts_early_is_small() -> None:

@@ -227,7 +227,8 @@ class RowExchange:
 class AllReduceNormStaged:
     """The kernel. Attributes:
 
-        threads: workers of a CTA, whole warps, at least ``world_size``. vectors: of 16 bytes a thread, of each piece. pieces: chunks a row.
+        threads: workers of a CTA, whole warps, at least ``world_size``.
+        vectors: of 16 bytes a thread, of each piece. pieces: chunks a row.
         piece_vectors: a chunk, at most ``threads · vectors`` and ``staging_slot_bytes / 16``; ``pieces`` of them hold
             a row, whose length is the same on all ranks.
         scatter: see above. aligned, bias, quantize, pdl: as of ``RMSNorm``.

@@ -124,7 +124,7 @@ def staged_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms:
     vectors, slot = row_vectors(hidden, dtype), Layout.create(world_size).staging_slot_bytes // _VECTOR_BYTES
     pieces = -(-vectors // slot)
     piece_vectors = -(-vectors // pieces)
-    threads = min(512 if world_size <= 4 else 256, -(-piece_vectors // 32) * 32)
+    threads = min(512 if world_size <= 4 else 256, -(-max(piece_vectors, world_size) // 32) * 32)
     return RowLaunch(
         form=Form.staged,
         grid=max(1, min(rows, NUM_STAGED_CHANNELS, num_sms)),

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import CHANNEL_LL_BYTES, CHANNEL_STAGING_BYTES, DEPTH, NUM_CHANNELS, Layout, ll_words
+from symmcomm.schedule.layout_gpu import (
+    CHANNEL_LL_BYTES,
+    CHANNEL_STAGING_BYTES,
+    CHANNEL_WORDS_BYTES,
+    DEPTH,
+    NUM_CHANNELS,
+    Layout,
+    ll_words,
+)
 from symmcomm.schedule.layout_gpu import NUM_STAGED_CHANNELS as STAGED
 from symmcomm.schedule.select_gpu import (
     Algorithm,
@@ -86,7 +94,9 @@ def test_areas_of_the_heap_do_not_overlap(world_size: int) -> None:
     assert 2 * world_size * layout.ll_slot_bytes <= CHANNEL_LL_BYTES
     assert DEPTH * world_size * layout.staging_slot_bytes <= CHANNEL_STAGING_BYTES
     starts = [layout.pads, layout.ring, layout.count, layout.swap_pad, layout.ll, layout.splits, layout.staging]
-    starts.append(layout.data)
+    starts += [layout.words, layout.data]
     assert starts == sorted(starts)
     assert layout.data % 4096 == 0
-    assert layout.data - layout.staging == STAGED * CHANNEL_STAGING_BYTES
+    assert layout.words - layout.staging == STAGED * CHANNEL_STAGING_BYTES
+    assert layout.data - layout.words == NUM_CHANNELS * CHANNEL_WORDS_BYTES
+    assert 2 * world_size * layout.words_slot_bytes <= CHANNEL_WORDS_BYTES

@@ -13,7 +13,7 @@ from symmcomm.schedule.select_norm import Form, RowLaunch
 
 HIDDEN = (1, 7, 8, 64, 100, 2880, 4096, 8192, 12300, 16384, 32767, 32768)
 ROWS = (1, 2, 3, 16, 64, 128, 133, 1024, 8192)
-WORLDS = (1, 2, 3, 4, 5, 8, 16)
+WORLDS = (1, 2, 3, 4, 5, 8, 16, 72)
 NUM_SMS = (16, 66, 132)
 
 
@@ -63,6 +63,7 @@ def test_exchanges(world_size: int, dtype: DType) -> None:
                 assert shape.cluster == 1 or arch >= 90
             else:
                 assert shape.form is Form.staged
+                assert shape.threads >= world_size
                 assert shape.grid <= NUM_STAGED_CHANNELS
                 assert shape.piece_vectors * 16 <= layout.staging_slot_bytes
                 assert shape.piece_vectors <= shape.threads * shape.unroll

@@ -200,14 +200,16 @@ class RowExchange:
     @cute.jit
     def send_signals(self, epoch: Uint32, total: Int32) -> None:
         """The signaller's part: signal 0, and one for each chunk but the first AHEAD."""
-        ctx, word, number, peer = self.ctx, self.stop, Int32(0), thread() - self.threads
+        ctx, word, number, lane = self.ctx, self.stop, Int32(0), thread() - self.threads
         num, stop = pick(total < AHEAD, Int32(1), total - (AHEAD - 1)), Int32(0)
         while number < num and stop == 0:
             barrier = _SIGNAL_BARRIERS + number % DEPTH
             cute.arch.barrier(barrier_id=barrier, number_of_threads=self.threads + _SIGNALLERS)
             stop = word[0]
-            if peer < ctx.world_size and peer != ctx.rank and stop == 0:
-                signal(ctx.pad(peer, block(), ctx.rank), epoch + 1 + Uint32(number))
+            for first in cutlass.range_constexpr(0, ctx.world_size, _SIGNALLERS):
+                peer = first + lane
+                if peer < ctx.world_size and peer != ctx.rank and stop == 0:
+                    signal(ctx.pad(peer, block(), ctx.rank), epoch + 1 + Uint32(number))
             number += 1
 
     def write(self, kept: Any, turn: Any) -> None:
@@ -225,7 +227,8 @@ class RowExchange:
 class AllReduceNormStaged:
     """The kernel. Attributes:
 
-        threads: a CTA, whole warps. vectors: of 16 bytes a thread, of each piece. pieces: chunks a row.
+        threads: workers of a CTA, whole warps, at least ``world_size``.
+        vectors: of 16 bytes a thread, of each piece. pieces: chunks a row.
         piece_vectors: a chunk, at most ``threads · vectors`` and ``staging_slot_bytes / 16``; ``pieces`` of them hold
             a row, whose length is the same on all ranks.
         scatter: see above. aligned, bias, quantize, pdl: as of ``RMSNorm``.

@@ -101,7 +101,7 @@ class GpuCollectives(GpuMemory):
 
     def kernel_of_all_reduce(self, shape: select_gpu.Launch, dtype: DType, op: Op) -> Kernel:
         """Its kernel."""
-        return instances.all_reduce(shape, dtype, op, self.world_size, self.arch_number)
+        return instances.all_reduce(shape, dtype, op, self.world_size, self.arch_number, self.early)
 
     def _direct(self, shape: select_gpu.Launch, dtype: DType, op: Op, count: int, keeps: bool = True) -> Call:
         """One kernel, in place. Unless it ``keeps`` the result, that goes elsewhere and is forgotten."""
@@ -161,7 +161,7 @@ class GpuCollectives(GpuMemory):
         shape = select_gpu.choose_reduce_scatter(
             count * dtype.itemsize, dtype, self.world_size, self.num_sms, symmetric, self.thresholds
         )
-        kernel = instances.reduce_scatter(shape, dtype, op, self.world_size, self.arch_number)
+        kernel = instances.reduce_scatter(shape, dtype, op, self.world_size, self.arch_number, self.early)
         function, run, grid, num_bytes = self.compiled(kernel), self.run, shape.grid, count * dtype.itemsize
         if shape.algorithm is not Algorithm.pull:
             return lambda output, input, _: run(function, input.data_ptr(), output.data_ptr(), count, grid)
@@ -238,7 +238,7 @@ class GpuCollectives(GpuMemory):
             return lambda source, _, source_pitch, target, into, target_pitch, sender: run(
                 engine, source, source_pitch, into, target_pitch, num_bytes, sender
             )
-        function = self.compiled(instances.all_gather(shape, self.world_size, same))
+        function = self.compiled(instances.all_gather(shape, self.world_size, same, self.early))
 
         def call(
             source: int, out_of: int, source_pitch: int, target: int, into: int, target_pitch: int, sender: int

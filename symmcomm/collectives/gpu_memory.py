@@ -100,6 +100,7 @@ class GpuMemory:
         layout: of its start.
         num_sms: SMs that a kernel of any rank may use: the smallest share, as grids must agree.
         arch, arch_number: for which kernels are compiled, as "sm_90a" and 90.
+        early: whether small kernels may start early (``kernels.gpu.context.enter``): each rank has a GPU that can.
         facts: about all ranks' GPUs. choice: how they share memory, and why.
         scratch_bytes: the most that ``scratch`` gives. timeout_s: deadline of a wait, in seconds.
         thresholds: sizes by which kernels are chosen.
@@ -117,6 +118,7 @@ class GpuMemory:
         self.arch_number = 10 * fact.compute_capability[0] + fact.compute_capability[1]
         places = [(each.host, each.uuid) for each in facts]
         self.num_sms = max(1, min(each.num_sms // places.count((each.host, each.uuid)) for each in facts))
+        self.early = self.arch_number >= 90 and len(set(places)) == len(places)
         self.layout = Layout.create(self.world_size)
         self.signal_pad = self.layout.swap_pad
         self._compiled = compiled

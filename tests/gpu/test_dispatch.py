@@ -35,7 +35,7 @@ class Dry(GpuCollectives):
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.world_size, self.ordinal, self.device = rank, 2, -1, torch.device("cpu")
         self.timeout_s = 1.0
-        self.arch, self.arch_number, self.num_sms = "sm_90a", 90, 132
+        self.arch, self.arch_number, self.num_sms, self.early = "sm_90a", 90, 132, True
         self.layout, self.thresholds = Layout.create(2), select_gpu.DEFAULT
         self.table = MessageLayout.create(2).end
         self._scratch, self.scratch_bytes = self.table + 4096, SCRATCH

@@ -121,7 +121,7 @@ def scatter(input: torch.Tensor, src: int, group_name: str) -> torch.Tensor:
     return output
 
 
-@custom_op("symmcomm::barrier", mutates_args=(), device_types="cpu")
+@custom_op("symmcomm::barrier", mutates_args=())
 def barrier(token: torch.Tensor, group_name: str) -> torch.Tensor:
     """Waits for all ranks; returns a copy of ``token``, through which a compiler sees what comes before and after."""
     dist.barrier(_group(group_name))

@@ -241,7 +241,7 @@ def operators() -> None:
             result = function(x)
             assert (result == 2 * (2 * 3 + 1)).all()
             (gradient,) = torch.autograd.grad(result.sum(), x)
-            assert (gradient == 8).all()  # the losses are 2 y of rank 0 and 2 y of rank 1, up to constants; y is 2 x, summed
+            assert (gradient == 8).all()  # the losses are 2 y of rank 0 plus 2 y of rank 1; y is 2 x, summed
 
 
 def test_operators() -> None:

@@ -55,14 +55,21 @@ def _rows_alone(
 
 
 @lru_cache(maxsize=_MAX_PREPARED)
+def _exchange_shape(
+    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, number: int, scatter: bool
+) -> select_norm.RowLaunch:
+    choose = select_norm.choose_reduce_scatter_norm if scatter else select_norm.choose_all_reduce_norm
+    return choose(rows, hidden, dtype, world_size, num_sms, number)
+
+
+@lru_cache(maxsize=_MAX_PREPARED)
 def _exchange(
     rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, index: int, scatter: bool,
     options: tuple[bool, ...],
 ) -> Prepared:  # fmt: skip
     """All-reduce or reduce-scatter and norm, of any tensors."""
     (arch, number, _), (aligned, bias, quantize, pdl) = _device_of(index), options
-    choose = select_norm.choose_reduce_scatter_norm if scatter else select_norm.choose_all_reduce_norm
-    shape = choose(rows, hidden, dtype, world_size, num_sms, number)
+    shape = _exchange_shape(rows, hidden, dtype, world_size, num_sms, number, scatter)
     kernel = norm_instances.exchange_norm(
         shape, dtype, world_size, number, aligned=aligned, scatter=scatter, bias=bias, quantize=quantize, pdl=pdl
     )
@@ -134,11 +141,13 @@ def all_reduce(gpu: GpuCollectives, call: Call) -> None:
         return norm_rows(call)
     if task.rows == 0:
         return gpu.check()
-    zeros = _without_residual(call) if task.residual == 0 else None
     places = [_offset(gpu, call, tensor) for tensor in (call.input, call.new_residual, call.out)]
     places += [_offset(gpu, call, call.scales)] if call.scales is not None else []
     facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, gpu.num_sms)
     shape = select_norm.choose_all_reduce_norm(*facts, gpu.arch_number, min(places) >= 0)
+    if shape.form is Form.staged:
+        return _reduce_then_norm(gpu, call)
+    zeros = _without_residual(call) if task.residual == 0 else None
     options = _options(task, gpu.ordinal)
     if shape.form is Form.direct:
         task.input, task.new_residual, task.out = places[:3]
@@ -158,12 +167,41 @@ def reduce_scatter(gpu: GpuCollectives, call: Call, max_ctas: int) -> None:
         return norm_rows(call)
     if task.rows == 0:
         return gpu.check()
+    facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, min(gpu.num_sms, max_ctas))
+    if _exchange_shape(*facts, gpu.arch_number, True).form is Form.staged:
+        return _reduce_scatter_then_norm(gpu, call)
     zeros = _without_residual(call) if task.residual == 0 else None
-    num_sms = min(gpu.num_sms, max_ctas)
-    key = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, num_sms, gpu.ordinal, True)
-    function, grid = _exchange(*key, _options(task, gpu.ordinal))
+    function, grid = _exchange(*facts, gpu.ordinal, True, _options(task, gpu.ordinal))
     gpu.run(function, _arguments(task), grid)
     del zeros
+
+
+def _reduce_then_norm(gpu: GpuCollectives, call: Call) -> None:
+    """Many rows: an all-reduce of a copy, then addition and norm in one kernel. The kernel that would do all of it,
+    ``kernels.gpu.all_reduce_norm``, is kept out until what makes it wait for ever on some GPUs is found."""
+    task = call.task
+    total = call.input.reshape(task.rows, task.hidden).clone()
+    gpu.all_reduce(total)
+    _norm_sum(call, total)
+
+
+def _reduce_scatter_then_norm(gpu: GpuCollectives, call: Call) -> None:
+    """As ``_reduce_then_norm``, of this rank's rows."""
+    task, part = call.task, select_norm.part_rows(call.task.rows, gpu.world_size)
+    given = call.input.reshape(task.rows, task.hidden).contiguous()
+    if task.rows < part * gpu.world_size:
+        given = torch.cat([given, given.new_zeros(part * gpu.world_size - task.rows, task.hidden)])
+    own = given.new_empty(part, task.hidden)
+    gpu.reduce_scatter_tensor(own, given)
+    rows, task.rows = task.rows, call.num_own
+    _norm_sum(call, own)
+    task.rows = rows
+
+
+def _norm_sum(call: Call, total: torch.Tensor) -> None:
+    task = call.task
+    task.input, task.input_pitch = total.data_ptr(), total.stride(0) * total.itemsize
+    norm_rows(call)
 
 
 def gather(gpu: GpuCollectives, call: Call, max_ctas: int, reduces: bool) -> None:

@@ -21,7 +21,7 @@ HEAD_DIMS = (64, 128, 256)
 
 _VECTOR_BYTES = 16
 _CLUSTERS_FROM = 90
-_LL_BYTES = 2 << 20  # of all rows, up to which LL pays between two ranks
+_LL_BYTES = 1 << 20  # of all rows, up to which LL was measured to pay between two ranks
 _TWO_SHOT_FROM = 4  # ranks, from which on two shots send less
 _DIRECT_GRID = 64
 

@@ -49,6 +49,7 @@ class VirtualRank(GpuCollectives):
         self._scratch, self.scratch_bytes = reserved(world.world_size, 0), staging_bytes
         self.staging = world.bytes(rank, self._scratch, staging_bytes)
         self._compiled, self._calls, self.thresholds = compiled, {}, select_gpu.DEFAULT
+        self.early = False  # its ranks share a GPU
         self._symmetric: set[tuple[int, int]] = set()
         self._word = ctypes.c_uint32.from_address(world.records[rank].data_ptr())
         self._first = self._next = reserved(world.world_size, staging_bytes)

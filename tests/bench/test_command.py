@@ -73,7 +73,7 @@ def test_peers() -> None:
 def test_peers_on_gpus() -> None:
     assert parse_peers("nccl,torch_symm_mem", [], Device.cuda) == ["nccl", "torch_one_shot", "torch_two_shot"]
     assert parse_peers("nvshmem,nccl_symm,none", [], Device.cuda) == ["nvshmem", "nccl_symm"]
-    with pytest.raises(ArgumentError, match="'gloo' is no peer on cuda: expected some of nccl"):
+    with pytest.raises(ArgumentError, match="'gloo' is no peer on cuda: expected some of symm_ring, nccl"):
         parse_peers("gloo", [], Device.cuda)
     (own,) = plan_teams(["nccl"], Device.cuda)
     assert (own.implementations, own.launcher) == (["symm", "symm_heap", "nccl"], None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from functools import partial
 from math import prod
@@ -50,6 +51,7 @@ class VirtualRank(GpuCollectives):
         self.staging = world.bytes(rank, self._scratch, staging_bytes)
         self._compiled, self._calls, self.thresholds = compiled, {}, select_gpu.DEFAULT
         self.early = False  # its ranks share a GPU
+        self.ring_from = (None, sys.maxsize)  # one GPU: never
         self._symmetric: set[tuple[int, int]] = set()
         self._word = ctypes.c_uint32.from_address(world.records[rank].data_ptr())
         self._first = self._next = reserved(world.world_size, staging_bytes)

@@ -29,6 +29,7 @@ from symmcomm.kernels.gpu.barrier import Barrier
 from symmcomm.kernels.gpu.compile import compiled
 from symmcomm.memory.heap import SymmetricHeap
 from symmcomm.schedule import select_gpu
+from symmcomm.schedule.cost import RingMode
 from symmcomm.schedule.layout_gpu import MessageLayout
 from symmcomm.testing.local_world import LocalWorld
 
@@ -51,7 +52,7 @@ class VirtualRank(GpuCollectives):
         self.staging = world.bytes(rank, self._scratch, staging_bytes)
         self._compiled, self._calls, self.thresholds = compiled, {}, select_gpu.DEFAULT
         self.early = False  # its ranks share a GPU
-        self.ring_from = (None, sys.maxsize)  # one GPU: never
+        self.ring_from = (RingMode.All2All, sys.maxsize)  # one GPU: never
         self._symmetric: set[tuple[int, int]] = set()
         self._word = ctypes.c_uint32.from_address(world.records[rank].data_ptr())
         self._first = self._next = reserved(world.world_size, staging_bytes)

@@ -51,7 +51,7 @@ from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.select_norm import RowLaunch
 
 TOKENS = (1, 16, 64, 128, 512, 1024, 8192)
-SWEEP_TOKENS = (1, 16, 64, 128, 1024)
+SWEEP_TOKENS = (1, 16, 64)
 CTAS = (8, 16, 32, 64)
 PARTS = ("norm", "fused", "pdl", "overlap")
 
@@ -80,7 +80,8 @@ def checked(
     return calls
 
 
-def chosen_shape(tokens: int, hidden: int, rank: Rank) -> RowLaunch:
+def chosen_shape(tokens: int, hidden: int, rank: Rank) -> RowLaunch | None:
+    """None: there is no one kernel for so many rows."""
     _, arch = capability()
     return select_norm.choose_all_reduce_norm(tokens, hidden, DType.bfloat16, rank.world_size, num_sms(), arch)
 
@@ -98,12 +99,11 @@ def fused_table(rank: Rank, hidden: int, rounds: int, refused: dict[str, str], e
         scattered = select_norm.choose_reduce_scatter_norm(
             tokens, hidden, DType.bfloat16, rank.world_size, num_sms(), capability()[1]
         )
-        makers: dict[str, Callable[[], Case]] = {
-            "fused": partial(fused, problem, shape),
-            "fused_pdl": partial(fused, problem, shape, pdl=True),
-            "nccl": partial(separate, problem, not eager),
-            "reduce_scatter_norm": partial(fused, problem, scattered, scatter=True),
-        }
+        makers: dict[str, Callable[[], Case]] = {"nccl": partial(separate, problem, not eager)}
+        if shape is not None:
+            makers |= {"fused": partial(fused, problem, shape), "fused_pdl": partial(fused, problem, shape, pdl=True)}
+        if scattered is not None:
+            makers["reduce_scatter_norm"] = partial(fused, problem, scattered, scatter=True)
         if theirs is not None and tokens <= theirs.most_tokens:
             for oneshot in (True, False) if tokens > rank.world_size else (True,):
                 for pdl in (False, True):
@@ -116,8 +116,9 @@ def fused_table(rank: Rank, hidden: int, rounds: int, refused: dict[str, str], e
         alone = chosen("all_reduce", num_bytes, rank.world_size, num_sms())
         calls["all_reduce"] = ours(rank, "all_reduce", num_bytes, alone).call
         us = measure(calls, num_bytes, rank, rounds)
-        rows.append({"tokens": tokens, "shape": shape_name(shape), "us": us})
-        say(tokens, shape_name(shape), {name: round(value, 2) for name, value in us.items()}, flush=True)
+        name = shape_name(shape) if shape is not None else "no one kernel"
+        rows.append({"tokens": tokens, "shape": name, "us": us})
+        say(tokens, name, {name: round(value, 2) for name, value in us.items()}, flush=True)
         del calls, makers, problem
         torch.cuda.empty_cache()
     return rows
@@ -132,10 +133,6 @@ def sweep(rank: Rank, hidden: int, rounds: int, refused: dict[str, str]) -> dict
             shape_name(shape): partial(fused, problem, shape)
             for shape in shapes_to_try(tokens, hidden, rank.world_size, num_sms())
         }
-        if tokens >= 128:
-            part = select_norm.part_rows(tokens, rank.world_size)
-            shape = select_norm.direct_shape(part, hidden, DType.bfloat16, rank.world_size, num_sms(), num_sms())
-            makers["replicated " + shape_name(shape)] = partial(direct, problem, shape, True)
         us = measure(checked(f"{tokens} tokens", makers, problem, refused), num_bytes, rank, rounds)
         found[str(tokens)] = dict(sorted(us.items(), key=lambda item: item[1]))
         best = [f"{name}: {value:.2f}" for name, value in found[str(tokens)].items()]
@@ -205,11 +202,13 @@ def pdl_table(rank: Rank, rounds: int) -> dict[str, Any]:
     """Matrix product, fused norm, matrix product."""
     hidden, found = 8192, {}
     left = torch.zeros(hidden, hidden // rank.world_size, device=rank.heap.device, dtype=BF16)
-    for tokens in (1, 16, 128):
+    for tokens in (1, 16, 64):
+        shape = chosen_shape(tokens, hidden, rank)
+        assert shape is not None, f"{tokens} rows are few enough for one kernel"
         problem, calls = Problem(rank, tokens, hidden), {}
         inner = torch.zeros(tokens, hidden // rank.world_size, device=rank.heap.device, dtype=BF16)
         for pdl in (False, True):
-            case = fused(problem, chosen_shape(tokens, hidden, rank), pdl=pdl)
+            case = fused(problem, shape, pdl=pdl)
 
             def block(case: Case = case, inner: torch.Tensor = inner) -> None:
                 torch.mm(inner, left.t(), out=case.source)

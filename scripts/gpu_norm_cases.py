@@ -248,7 +248,7 @@ def qk_norm(
 
 
 def shapes_to_try(tokens: int, hidden: int, world_size: int, num_sms: int) -> list[RowLaunch]:
-    """LL and staged shapes that could be the best."""
+    """LL shapes that could be the best."""
     found: list[RowLaunch] = []
     vectors = hidden * 2 // 16
     room = Layout.create(world_size).words_slot_bytes // 16
@@ -258,14 +258,6 @@ def shapes_to_try(tokens: int, hidden: int, world_size: int, num_sms: int) -> li
             if 64 <= threads <= 1024 and threads * unroll <= room and tokens * cluster <= num_sms:
                 found.append(
                     RowLaunch(form=Form.ll, grid=tokens * cluster, threads=threads, unroll=unroll, cluster=cluster)
-                )
-    if tokens >= 16:
-        for threads in (256, 512):
-            for grid in {min(tokens, grid) for grid in (64, 128)}:
-                found.append(
-                    RowLaunch(
-                        form=Form.staged, grid=grid, threads=threads, unroll=vectors // threads, piece_vectors=vectors
-                    )
                 )
     return found
 

@@ -22,7 +22,7 @@ from symmcomm.kernels.gpu.norm import QKNormArguments
 from symmcomm.kernels.gpu.norm_row import NormArguments
 from symmcomm.schedule import select_norm
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.select_norm import Form, are_aligned
+from symmcomm.schedule.select_norm import Form, RowLaunch, are_aligned
 
 _MAX_PREPARED = 4096  # kernels kept with their grids; sizes that never come again must not fill the memory
 _PDL_FROM = 90
@@ -55,21 +55,11 @@ def _rows_alone(
 
 
 @lru_cache(maxsize=_MAX_PREPARED)
-def _exchange_shape(
-    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, number: int, scatter: bool
-) -> select_norm.RowLaunch:
-    choose = select_norm.choose_reduce_scatter_norm if scatter else select_norm.choose_all_reduce_norm
-    return choose(rows, hidden, dtype, world_size, num_sms, number)
-
-
-@lru_cache(maxsize=_MAX_PREPARED)
 def _exchange(
-    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, index: int, scatter: bool,
-    options: tuple[bool, ...],
-) -> Prepared:  # fmt: skip
+    shape: RowLaunch, dtype: DType, world_size: int, index: int, scatter: bool, options: tuple[bool, ...]
+) -> Prepared:
     """All-reduce or reduce-scatter and norm, of any tensors."""
     (arch, number, _), (aligned, bias, quantize, pdl) = _device_of(index), options
-    shape = _exchange_shape(rows, hidden, dtype, world_size, num_sms, number, scatter)
     kernel = norm_instances.exchange_norm(
         shape, dtype, world_size, number, aligned=aligned, scatter=scatter, bias=bias, quantize=quantize, pdl=pdl
     )
@@ -145,7 +135,7 @@ def all_reduce(gpu: GpuCollectives, call: Call) -> None:
     places += [_offset(gpu, call, call.scales)] if call.scales is not None else []
     facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, gpu.num_sms)
     shape = select_norm.choose_all_reduce_norm(*facts, gpu.arch_number, min(places) >= 0)
-    if shape.form is Form.staged:
+    if shape is None:
         return _reduce_then_norm(gpu, call)
     zeros = _without_residual(call) if task.residual == 0 else None
     options = _options(task, gpu.ordinal)
@@ -155,7 +145,7 @@ def all_reduce(gpu: GpuCollectives, call: Call) -> None:
         function, grid = _direct(*facts, gpu.num_sms, gpu.ordinal, (True, True, True), options)
         gpu.run(function, 0, _arguments(task), grid)
     else:
-        function, grid = _exchange(*facts, gpu.ordinal, False, options)
+        function, grid = _exchange(shape, *facts[2:4], gpu.ordinal, False, options)
         gpu.run(function, _arguments(task), grid)
     del zeros
 
@@ -168,17 +158,17 @@ def reduce_scatter(gpu: GpuCollectives, call: Call, max_ctas: int) -> None:
     if task.rows == 0:
         return gpu.check()
     facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, min(gpu.num_sms, max_ctas))
-    if _exchange_shape(*facts, gpu.arch_number, True).form is Form.staged:
+    shape = select_norm.choose_reduce_scatter_norm(*facts, gpu.arch_number)
+    if shape is None:
         return _reduce_scatter_then_norm(gpu, call)
     zeros = _without_residual(call) if task.residual == 0 else None
-    function, grid = _exchange(*facts, gpu.ordinal, True, _options(task, gpu.ordinal))
+    function, grid = _exchange(shape, *facts[2:4], gpu.ordinal, True, _options(task, gpu.ordinal))
     gpu.run(function, _arguments(task), grid)
     del zeros
 
 
 def _reduce_then_norm(gpu: GpuCollectives, call: Call) -> None:
-    """Many rows: an all-reduce of a copy, then addition and norm in one kernel. The kernel that would do all of it,
-    ``kernels.gpu.all_reduce_norm``, is kept out until what makes it wait for ever on some GPUs is found."""
+    """Many rows: an all-reduce of a copy, then addition and norm in one kernel."""
     task = call.task
     total = call.input.reshape(task.rows, task.hidden).clone()
     gpu.all_reduce(total)
@@ -186,7 +176,8 @@ def _reduce_then_norm(gpu: GpuCollectives, call: Call) -> None:
 
 
 def _reduce_scatter_then_norm(gpu: GpuCollectives, call: Call) -> None:
-    """As ``_reduce_then_norm``, of this rank's rows."""
+    """As ``_reduce_then_norm``, of this rank's rows. Missing rows of the last parts are zeros, so that parts are
+    equal."""
     task, part = call.task, select_norm.part_rows(call.task.rows, gpu.world_size)
     given = call.input.reshape(task.rows, task.hidden).contiguous()
     if task.rows < part * gpu.world_size:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout
+from symmcomm.schedule.layout_gpu import NUM_CHANNELS, Layout
 
 MAX_HIDDEN = 32768
 MAX_CTAS = 64
@@ -30,7 +30,6 @@ class Form(Enum):
     """How the ranks' rows come together."""
 
     ll = "LL"
-    staged = "staged"
     direct = "direct"
 
 
@@ -40,9 +39,8 @@ class RowLaunch:
 
     Attributes:
         grid: CTAs. threads: a row (LL: a CTA). rows: of a CTA at a time.
-        unroll: vectors of 16 bytes a thread; staged: of each piece.
+        unroll: vectors of 16 bytes a thread.
         cluster: CTAs a row, LL only.
-        pieces, piece_vectors: chunks a row and vectors a chunk, staged only.
     """
 
     form: Form | None
@@ -51,8 +49,6 @@ class RowLaunch:
     unroll: int
     rows: int = 1
     cluster: int = 1
-    pieces: int = 1
-    piece_vectors: int = 0
 
 
 def part_rows(rows: int, world_size: int) -> int:
@@ -119,22 +115,6 @@ def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int
     return None
 
 
-def staged_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int) -> RowLaunch:
-    """The staged kernel for that many rows on each rank: a chunk is a row, or as much of it as fits a slot."""
-    vectors, slot = row_vectors(hidden, dtype), Layout.create(world_size).staging_slot_bytes // _VECTOR_BYTES
-    pieces = -(-vectors // slot)
-    piece_vectors = -(-vectors // pieces)
-    threads = min(512 if world_size <= 4 else 256, -(-max(piece_vectors, world_size) // 32) * 32)
-    return RowLaunch(
-        form=Form.staged,
-        grid=max(1, min(rows, NUM_STAGED_CHANNELS, num_sms)),
-        threads=threads,
-        unroll=-(-piece_vectors // threads),
-        pieces=pieces,
-        piece_vectors=piece_vectors,
-    )
-
-
 def direct_shape(
     rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, max_ctas: int | None = None
 ) -> RowLaunch:
@@ -150,25 +130,23 @@ def direct_shape(
 
 def choose_all_reduce_norm(
     rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int, symmetric: bool = False
-) -> RowLaunch:
-    """All-reduce and norm of ``rows`` rows. ``symmetric``: source and both outputs are, at the same offsets on all
-    ranks; else the form is one for ordinary tensors."""
+) -> RowLaunch | None:
+    """All-reduce and norm of ``rows`` rows; None: an all-reduce, then a norm. ``symmetric``: source and both outputs
+    are, at the same offsets on all ranks; else the form is one for ordinary tensors."""
     if rows * hidden * dtype.itemsize * world_size * (world_size - 1) <= 2 * _LL_BYTES:
         shape = ll_shape(rows, hidden, dtype, world_size, num_sms, arch)
         if shape is not None:
             return shape
     if symmetric and world_size >= _TWO_SHOT_FROM:
         return direct_shape(part_rows(rows, world_size), hidden, dtype, world_size, num_sms, num_sms)
-    return staged_shape(rows, hidden, dtype, world_size, num_sms)
+    return None
 
 
 def choose_reduce_scatter_norm(
     rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int
-) -> RowLaunch:
-    """Reduce-scatter and norm of ``rows`` rows in all, of any tensors."""
+) -> RowLaunch | None:
+    """Reduce-scatter and norm of ``rows`` rows in all, of any tensors; None: a reduce-scatter, then a norm."""
     part = part_rows(rows, world_size)
     if part * hidden * dtype.itemsize * world_size * (world_size - 1) <= 2 * _LL_BYTES:
-        shape = ll_shape(part, hidden, dtype, world_size, num_sms, arch)
-        if shape is not None:
-            return shape
-    return staged_shape(part, hidden, dtype, world_size, num_sms)
+        return ll_shape(part, hidden, dtype, world_size, num_sms, arch)
+    return None

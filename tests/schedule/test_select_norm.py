@@ -8,7 +8,7 @@ import pytest
 
 from symmcomm.schedule import select_norm as select
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout
+from symmcomm.schedule.layout_gpu import NUM_CHANNELS, Layout
 from symmcomm.schedule.select_norm import Form, RowLaunch
 
 HIDDEN = (1, 7, 8, 64, 100, 2880, 4096, 8192, 12300, 16384, 32767, 32768)
@@ -18,7 +18,7 @@ NUM_SMS = (16, 66, 132)
 
 
 def holds_a_row(shape: RowLaunch, hidden: int, dtype: DType) -> bool:
-    return shape.threads * shape.unroll * shape.cluster * shape.pieces * 16 >= hidden * dtype.itemsize
+    return shape.threads * shape.unroll * shape.cluster * 16 >= hidden * dtype.itemsize
 
 
 @pytest.mark.parametrize("dtype", select.DTYPES, ids=lambda d: d.name)
@@ -52,22 +52,16 @@ def test_exchanges(world_size: int, dtype: DType) -> None:
             select.choose_reduce_scatter_norm(rows, hidden, dtype, world_size, num_sms, arch),
         ]
         for shape in chosen:
+            if shape is None:  # summed first, then normed
+                continue
+            assert shape.form is Form.ll
             assert holds_a_row(shape, hidden, dtype)
             assert shape.threads % 32 == 0
             assert 32 <= shape.threads <= 1024
-            assert 1 <= shape.grid <= num_sms
-            if shape.form is Form.ll:
-                assert shape.grid <= NUM_CHANNELS
-                assert shape.grid % shape.cluster == 0
-                assert shape.threads * shape.unroll * 16 <= layout.words_slot_bytes
-                assert shape.cluster == 1 or arch >= 90
-            else:
-                assert shape.form is Form.staged
-                assert shape.threads >= world_size
-                assert shape.grid <= NUM_STAGED_CHANNELS
-                assert shape.piece_vectors * 16 <= layout.staging_slot_bytes
-                assert shape.piece_vectors <= shape.threads * shape.unroll
-                assert shape.piece_vectors * shape.pieces >= select.row_vectors(hidden, dtype)
+            assert 1 <= shape.grid <= min(num_sms, NUM_CHANNELS)
+            assert shape.grid % shape.cluster == 0
+            assert shape.threads * shape.unroll * 16 <= layout.words_slot_bytes
+            assert shape.cluster == 1 or arch >= 90
 
 
 def test_direct() -> None:
@@ -76,9 +70,9 @@ def test_direct() -> None:
             shape = select.direct_shape(rows, hidden, DType.bfloat16, world_size, 132, max_ctas)
             assert holds_a_row(shape, hidden, DType.bfloat16)
             assert 1 <= shape.grid <= (max_ctas or 132)
-    assert select.choose_all_reduce_norm(4096, 8192, DType.bfloat16, 8, 132, 90, True).form is Form.direct
-    assert select.choose_all_reduce_norm(4096, 8192, DType.bfloat16, 2, 132, 90, True).form is Form.staged
-    assert select.choose_all_reduce_norm(1, 8192, DType.bfloat16, 2, 132, 90).form is Form.ll
+    for rows, world_size, form in ((4096, 8, Form.direct), (4096, 2, None), (1, 2, Form.ll)):
+        chosen = select.choose_all_reduce_norm(rows, 8192, DType.bfloat16, world_size, 132, 90, True)
+        assert (chosen.form if chosen else None) is form
 
 
 def test_slices_are_those_of_chunk() -> None:

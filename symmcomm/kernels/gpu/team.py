@@ -13,13 +13,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
-from cutlass._mlir.dialects import nvvm
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.arch import inline_ptx
 
 from symmcomm.kernels.gpu.primitives import warp_reduce
-
-TEAM_BARRIER = 1
 
 
 def add(x: Any, y: Any) -> Any:
@@ -46,20 +43,18 @@ class Team:
     ``cluster`` CTAs.
 
     ``scratch``: shared memory for ``scratch_size`` floats, unless they are part of one warp. ``barriers``: two
-    mbarriers in shared memory, where there are several CTAs; then there are at most two turns. ``named``: the CTA has
-    other threads too, so the team's barrier is TEAM_BARRIER, and not that of all threads.
+    mbarriers in shared memory, where there are several CTAs; then there are at most two turns.
     """
 
     threads: int
     cluster: int = 1
     scratch: Any = None
     barriers: Any = None
-    named: bool = False
 
     @classmethod
-    def create(cls, threads: int, cluster: int = 1, named: bool = False) -> Team:
+    def create(cls, threads: int, cluster: int = 1) -> Team:
         """With the shared memory that it needs."""
-        team = cls(threads=threads, cluster=cluster, named=named)
+        team = cls(threads=threads, cluster=cluster)
         if team.scratch_size == 2:
             return team
         pointer = cute.arch.alloc_smem(Float32, team.scratch_size, alignment=16)
@@ -74,11 +69,6 @@ class Team:
     @property
     def scratch_size(self) -> int:
         return 2 * self.num_warps * self.cluster
-
-    def agree(self, flag: Any) -> Any:
-        """Barrier of a ``named`` team; true on all if ``flag`` was on all."""
-        kind, number, count = nvvm.BarrierReduxKind.AND, Int32(TEAM_BARRIER).ir_value(), Int32(self.threads).ir_value()
-        return Boolean(nvvm.barrier_cta_red(Boolean(flag).ir_value(), number, kind, thread_count=count, aligned=True))
 
     def combine(self, value: Any, how: Callable[[Any, Any], Any], turn: Any) -> Any:
         """``how`` of the threads' values (of which 0 changes nothing), the same bits on all of them. All call it, with
@@ -96,10 +86,7 @@ def _over_warps(value: Float32, how: cutlass.Constexpr, turn: Int32, team: cutla
     half, scratch = (turn & 1) * team.num_warps, team.scratch
     if cute.arch.lane_idx() == 0:
         scratch[half + cute.arch.warp_idx()] = value
-    if cutlass.const_expr(team.named):
-        cute.arch.barrier(barrier_id=TEAM_BARRIER, number_of_threads=team.threads)
-    else:
-        cute.arch.sync_threads()
+    cute.arch.sync_threads()
     return _combined(how, half, team)
 
 

@@ -253,6 +253,7 @@ def _rank_main(call: bytes, environ: Mapping[str, str], sender: Connection, stac
     """The body of a rank's process."""
     os.setpgid(0, 0)
     _die_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell ignores it
     os.environ.clear()
     os.environ.update(environ)
     with open(stack_file, "w") as stacks:

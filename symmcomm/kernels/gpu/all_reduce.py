@@ -9,7 +9,7 @@ results visible: a rank's kernel is done when all its channels have passed. With
 distributes; the order of its sum is its own, but one rank fetches each element, so the bits still agree.
 
 **One-shot** (any tensors): every rank pushes all of its tensor, in chunks, into the peers' staging memory, where each
-reduces all; a reduce-scatter whose parts are all the same.
+reduces all: ``reduce_scatter.ReduceScatterStaged`` with parts that are all ``same``.
 
 **Staged** (any tensors): slices are pushed in chunks into the staging memory of the rank that reduces them (see
 ``staged``), which keeps the result in its own tensor; then the slices go round through a second pipeline, in the same
@@ -32,7 +32,7 @@ from cutlass import Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu.all_gather import first_unit, num_units
 from symmcomm.kernels.gpu.all_reduce_ll import slice_bytes
-from symmcomm.kernels.gpu.all_to_all import Exchange, Parts
+from symmcomm.kernels.gpu.all_to_all import Exchange
 from symmcomm.kernels.gpu.barrier import sync
 from symmcomm.kernels.gpu.context import Context, begin, block, end
 from symmcomm.kernels.gpu.copy import clip
@@ -93,54 +93,6 @@ class AllReduceTwoShot:
                 reduce_bytes(reduction, where, clip(num_bytes - at, per_rank), first, step, self.vectors)
                 sync(ctx, block(), epoch + 2, Phase.leave, False)
             end(ctx, block(), epoch + 2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllReduceOneShot:
-    """The one-shot kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight,
-    ``chunk_bytes`` at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``. At most
-    NUM_STAGED_CHANNELS CTAs."""
-
-    dtype: DType
-    op: Op
-    world_size: int
-    arch: int
-    threads: int
-    vectors: int
-    chunk_bytes: int
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Placeholders for ``compile``."""
-        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
-
-    @cute.jit
-    def __call__(
-        self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64, grid: Int32,
-        stream: cuda.CUstream,
-    ) -> None:  # fmt: skip
-        """``source`` and ``result``: addresses of ``count`` elements, which may be the same."""
-        kernel = self.kernel(base, stride, rank, source, result, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
-
-    @cute.kernel
-    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        num_bytes = count * self.dtype.itemsize
-        parts = Parts(
-            rank=rank, source=source, source_pitch=Int64(0), target=result, target_pitch=Int64(0),
-            num_bytes=num_bytes, sender=None,
-        )  # fmt: skip
-        job = ReduceIncoming(
-            ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors,
-            reduction=Reduction(self.dtype, self.op, self.world_size, self.arch), own=source, own_bytes=num_bytes,
-            targets=(result,),
-        )  # fmt: skip
-        in_order, epoch = begin(ctx, block())
-        num = num_chunks(num_bytes, self.chunk_bytes)
-        if in_order and num > 0:
-            start(ctx, epoch, num, job)
-            proceed(ctx, epoch, num, job, True)
-            end(ctx, block(), epoch + Uint32(num))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from symmcomm.kernels.gpu.all_gather import AllGatherLL, AllGatherPull, AllGatherPush
-from symmcomm.kernels.gpu.all_reduce import AllReduceOneShot, AllReduceStaged, AllReduceTwoShot
+from symmcomm.kernels.gpu.all_reduce import AllReduceStaged, AllReduceTwoShot
 from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLL, AllReduceLLTwoShot
 from symmcomm.kernels.gpu.all_to_all import AllToAllStaged, AllToAllUneven
 from symmcomm.kernels.gpu.compile import Kernel
@@ -29,7 +29,7 @@ def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, 
         case Algorithm.two_shot:
             return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll)
     if shape.algorithm is Algorithm.one_shot:
-        return AllReduceOneShot(**reduction, **_chunks(shape))
+        return ReduceScatterStaged(**reduction, **_chunks(shape), same=True)
     return AllReduceStaged(**reduction, **_chunks(shape), symmetric=shape.algorithm is Algorithm.push)
 
 

@@ -115,8 +115,8 @@ class ReduceIncoming(Exchange):
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterStaged:
     """The staged kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight,
-    ``chunk_bytes`` of a part at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``. At most
-    NUM_STAGED_CHANNELS CTAs."""
+    ``chunk_bytes`` of a part at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``; ``same`` whether
+    all parts are one, which makes it an all-reduce in one shot. At most NUM_STAGED_CHANNELS CTAs."""
 
     dtype: DType
     op: Op
@@ -125,6 +125,7 @@ class ReduceScatterStaged:
     threads: int
     vectors: int
     chunk_bytes: int
+    same: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -135,7 +136,8 @@ class ReduceScatterStaged:
         self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64, grid: Int32,
         stream: cuda.CUstream,
     ) -> None:  # fmt: skip
-        """``source``: address of ``world_size`` parts of ``count`` elements; ``output``: of ``count`` elements."""
+        """``source``: address of ``world_size`` parts of ``count`` elements, or of the ``same``; ``output``: of
+        ``count`` elements, which may be one of the parts."""
         kernel = self.kernel(base, stride, rank, source, output, count)
         kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
@@ -143,13 +145,14 @@ class ReduceScatterStaged:
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64) -> None:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
         num_bytes = count * self.dtype.itemsize
+        pitch = Int64(0) if self.same else num_bytes
         parts = Parts(
-            rank=rank, source=source, source_pitch=num_bytes, target=output, target_pitch=Int64(0),
+            rank=rank, source=source, source_pitch=pitch, target=output, target_pitch=Int64(0),
             num_bytes=num_bytes, sender=None,
         )  # fmt: skip
         job = ReduceIncoming(
             ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors,
-            reduction=Reduction(self.dtype, self.op, self.world_size, self.arch), own=source + rank * num_bytes,
+            reduction=Reduction(self.dtype, self.op, self.world_size, self.arch), own=source + rank * pitch,
             own_bytes=num_bytes, targets=(output,),
         )  # fmt: skip
         in_order, epoch = begin(ctx, block())

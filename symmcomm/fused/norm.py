@@ -220,7 +220,8 @@ def reduce_scatter_rms_norm_all_gather(
     Args:
         input: contiguous; this rank's contribution to all rows. Symmetric, and as ``out`` too, nothing is staged.
         residual: (own rows, hidden).
-        max_ctas: the most CTAs of a GPU that the kernel takes, 1 to 64, so that a matrix product runs beside it.
+        max_ctas: the most CTAs of a GPU that the kernel takes, 1 to 64, so that a matrix product runs beside it. It
+            holds where ``input`` and ``out`` are symmetric; ordinary tensors also go through collectives of their own.
 
     Returns:
         All rows normalised, and this rank's rows of the new residual.

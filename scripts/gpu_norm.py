@@ -111,7 +111,7 @@ def fused_table(rank: Rank, hidden: int, rounds: int, refused: dict[str, str], e
                     makers[name] = partial(theirs.case, problem, oneshot, pdl)
         for ctas in CTAS if tokens >= 128 else ():
             few = select_norm.direct_shape(part, hidden, DType.bfloat16, rank.world_size, num_sms(), ctas)
-            makers[f"weave_{ctas}"] = partial(direct, problem, few, False)
+            makers[f"weave_{ctas}"] = partial(direct, problem, few)
         calls = checked(f"{tokens} tokens", makers, problem, refused)
         alone = chosen("all_reduce", num_bytes, rank.world_size, num_sms())
         calls["all_reduce"] = ours(rank, "all_reduce", num_bytes, alone).call
@@ -266,7 +266,7 @@ def overlap_table(rank: Rank, rounds: int) -> dict[str, Any]:
         part = select_norm.part_rows(tokens, rank.world_size)
         shape = select_norm.direct_shape(part, hidden, DType.bfloat16, rank.world_size, num_sms(), ctas)
         problem = Problem(rank, tokens, hidden)
-        cases = [direct(problem, shape, False, start=half * tokens * hidden * 2) for half in range(2)]
+        cases = [direct(problem, shape, start=half * tokens * hidden * 2) for half in range(2)]
         inputs = [torch.zeros_like(problem.sources[0]) for _ in cases]
         halves = Halves(cases, inputs, factor, beside)
         calls = {"products": halves.products, "in turn": halves.in_turn, "side by side": halves.side_by_side}

@@ -143,27 +143,20 @@ def fused(problem: Problem, shape: RowLaunch, pdl: bool = False, scatter: bool =
     return Case(call, source, output, residual, residual)
 
 
-def direct(problem: Problem, shape: RowLaunch, replicate: bool, start: int = 0) -> Case:
-    """The kernel on symmetric memory: the output goes over the source, ``start`` bytes into the heap; the
-    residual sharded, or with ``replicate`` not."""
+def direct(problem: Problem, shape: RowLaunch, start: int = 0) -> Case:
+    """The kernel on symmetric memory: the output goes over the source, ``start`` bytes into the heap; the residual is
+    sharded."""
     rank, (arch, number) = problem.rank, capability()
     num_bytes = problem.tokens * problem.hidden * 2
-    offsets = [rank.data + start, rank.data + start + num_bytes]
-
-    def at(offset: int) -> Tensor:
-        return rank.heap[offset : offset + num_bytes].view(BF16).view(problem.tokens, problem.hidden)
-
+    offset: Any = rank.data + start
+    place = rank.heap[offset : offset + num_bytes].view(BF16).view(problem.tokens, problem.hidden)
     weight = problem.weight.clone()
-    residual = torch.zeros_like(problem.residual if replicate else problem.residual[problem.part()])
-    new: Tensor = at(offsets[1]) if replicate else residual
-    kernel = norm_instances.direct_norm(
-        shape, DType.bfloat16, rank.world_size, number, aligned=True, replicate=replicate
-    )
-    new_place = offsets[1] if replicate else residual.data_ptr()
-    given: Any = arguments(problem, offsets[0], residual.data_ptr(), new_place, offsets[0], weight)
+    residual = torch.zeros_like(problem.residual[problem.part()])
+    kernel = norm_instances.direct_norm(shape, DType.bfloat16, rank.world_size, number, aligned=True)
+    given: Any = arguments(problem, offset, residual.data_ptr(), residual.data_ptr(), offset, weight)
     function: Any = compiled(kernel, arch)
     call = on_stream(function, rank.base, rank.stride, rank.rank, 0, given, shape.grid, keep=(residual, weight))
-    return Case(call, at(offsets[0]), at(offsets[0]), new, residual)
+    return Case(call, place, place, residual, residual)
 
 
 def separate(problem: Problem, compile_: bool) -> Case:

@@ -138,19 +138,23 @@ def test_to_oneself() -> None:
     run_ranks(to_oneself, 2)
 
 
+def heard_at_send(count: int, tag: int) -> str:
+    """Sends to rank 1. The message goes out, also where it is now that rank 0 hears of one before."""
+    try:
+        dist.send(torch.ones(count), 1, tag=tag)
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
 def mismatched(aside: bool) -> str:
     """Returns what the rank heard. Afterwards messages go on."""
     dist.init_process_group("symm")
     heard = ""
     if dist.get_rank() == 0:
-        try:
-            dist.send(torch.ones(4), 1, tag=1)
-            dist.send(torch.ones(1), 1, tag=2)
-            dist.barrier()
-            dist.send(torch.ones(1), 1, tag=3)
-        except MismatchError as error:
-            heard = str(error)
-            dist.send(torch.ones(1), 1, tag=3)
+        heard = heard_at_send(4, 1) + heard_at_send(1, 2)
+        dist.barrier()
+        heard += heard_at_send(1, 3)
     else:
         if aside:
             dist.recv(torch.zeros(1), 0, tag=2)

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from symmcomm.kernels.gpu.all_reduce_norm import AllReduceNormStaged
 from symmcomm.kernels.gpu.all_reduce_norm_ll import AllReduceNormLL
 from symmcomm.kernels.gpu.norm import QKNorm, RMSNorm
 from symmcomm.kernels.gpu.reduce_scatter_norm import ReduceScatterNorm
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.select_norm import RowLaunch
+from symmcomm.schedule.select_norm import Form, RowLaunch
 
 
 def rms_norm(
@@ -36,12 +39,15 @@ def qk_norm(
 def exchange_norm(
     shape: RowLaunch, dtype: DType, world_size: int, arch: int, *, aligned: bool, scatter: bool = False,
     bias: bool = False, quantize: bool = False, pdl: bool = False,
-) -> AllReduceNormLL:  # fmt: skip
-    """All-reduce, or with ``scatter`` reduce-scatter, and norm, of any tensors: the LL form."""
-    return AllReduceNormLL(
-        dtype=dtype, world_size=world_size, arch=arch, threads=shape.threads, vectors=shape.unroll,
-        cluster=shape.cluster, aligned=aligned, scatter=scatter, bias=bias, quantize=quantize, pdl=pdl,
-    )  # fmt: skip
+) -> AllReduceNormLL | AllReduceNormStaged:  # fmt: skip
+    """All-reduce, or with ``scatter`` reduce-scatter, and norm, of any tensors: the LL or the staged form."""
+    common: dict[str, Any] = {
+        "dtype": dtype, "world_size": world_size, "arch": arch, "threads": shape.threads, "vectors": shape.unroll,
+        "aligned": aligned, "scatter": scatter, "bias": bias, "quantize": quantize, "pdl": pdl,
+    }  # fmt: skip
+    if shape.form is Form.ll:
+        return AllReduceNormLL(**common, cluster=shape.cluster)
+    return AllReduceNormStaged(**common, rows=shape.rows, pieces=shape.pieces)
 
 
 def direct_norm(

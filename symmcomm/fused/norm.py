@@ -143,6 +143,7 @@ def qk_norm(
     weight_bias: float = 0.0,
     q_out: torch.Tensor | None = None,
     k_out: torch.Tensor | None = None,
+    launch_with_pdl: bool = False,
 ) -> Pair:
     """Each head of q and of k normalised over its head_dim: (q, k). No communication.
 
@@ -160,7 +161,7 @@ def qk_norm(
     if q.is_cuda:
         from symmcomm.fused import norm_gpu
 
-        norm_gpu.qk_norm(one, other)
+        norm_gpu.qk_norm(one, other, launch_with_pdl)
     else:
         for heads in (one, other):
             norm_cpu.norm_rows(heads.task, heads.tokens.num, heads.tokens.pitch, heads.out_tokens.pitch)

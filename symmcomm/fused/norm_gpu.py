@@ -247,13 +247,15 @@ def _offset(gpu: GpuCollectives, call: Call, tensor: torch.Tensor) -> int:
 
 
 @lru_cache(maxsize=_MAX_PREPARED)
-def _heads(num_heads: int, head_dim: int, dtype: DType, index: int, aligned: bool) -> Prepared:
+def _heads(
+    tokens: int, heads: int, head_dim: int, dtype: DType, index: int, aligned: bool, pdl: bool
+) -> Callable[..., None]:
     arch, number, num_sms = _device_of(index)
-    shape = select_norm.qk_norm_shape(num_heads, head_dim, dtype, num_sms)
-    return compiled(norm_instances.qk_norm(shape, dtype, head_dim, number, aligned=aligned), arch), shape.grid
+    shape, pdl = select_norm.qk_norm_shape(tokens, heads, head_dim, dtype, num_sms), pdl and number >= _PDL_FROM
+    return compiled(norm_instances.qk_norm(shape, dtype, head_dim, number, aligned=aligned, pdl=pdl), arch)
 
 
-def qk_norm(q: Heads, k: Heads) -> None:
+def qk_norm(q: Heads, k: Heads, pdl: bool = False) -> None:
     """Both in one launch; heads of other sizes than HEAD_DIMS as rows of two."""
     tokens, task = max(q.tokens.num, k.tokens.num), q.task
     if task.hidden not in select_norm.HEAD_DIMS:
@@ -270,10 +272,10 @@ def qk_norm(q: Heads, k: Heads) -> None:
     places += [q.task.weight, k.task.weight]
     index, dtype = q.out.get_device(), _dtype(task.dtype)
     aligned = are_aligned(task.hidden, dtype, *places)
-    function, grid = _heads(tokens * (task.rows + k.task.rows), task.hidden, dtype, index, aligned)
+    function = _heads(tokens, task.rows + k.task.rows, task.hidden, dtype, index, aligned, pdl)
     counts: list[Any] = [tokens, task.rows, k.task.rows, task.eps, task.weight_bias]
     with torch.cuda.device(index):
-        function(QKNormArguments(*places, *counts), grid, torch.cuda.current_stream().cuda_stream)
+        function(QKNormArguments(*places, *counts), torch.cuda.current_stream().cuda_stream)
 
 
 def _as_rows(heads: Heads) -> None:

@@ -18,6 +18,7 @@ MAX_CTAS = 64
 """Most CTAs that a caller can hold a kernel on symmetric memory to."""
 DTYPES = (DType.float32, DType.float16, DType.bfloat16)
 HEAD_DIMS = (64, 128, 256)
+QK_WARPS = 4
 
 _VECTOR_BYTES = 16
 _CLUSTERS_FROM = 90
@@ -97,14 +98,14 @@ def norm_shape(rows: int, hidden: int, dtype: DType, num_sms: int) -> RowLaunch:
     return RowLaunch(form=None, grid=rows, threads=threads, unroll=-(-vectors // threads))
 
 
-def qk_norm_shape(num_heads: int, head_dim: int, dtype: DType, num_sms: int) -> RowLaunch:
-    """QK-norm of that many heads in all, queries' and keys': ``rows`` heads a team, in CTAs of four warps."""
+def qk_norm_shape(tokens: int, heads: int, head_dim: int, dtype: DType, num_sms: int) -> RowLaunch:
+    """QK-norm of that many heads a token, queries' and keys': ``rows`` tokens a team, in CTAs of QK_WARPS."""
     vectors = row_vectors(head_dim, dtype)
     threads = min(32, vectors)
-    teams = 4 * 32 // threads
-    heads = 1 if num_heads <= 8 * teams * num_sms else 2
-    grid = max(1, -(-num_heads // (teams * heads)))
-    return RowLaunch(form=None, grid=grid, threads=threads, unroll=vectors // threads, rows=heads)
+    teams = 32 * QK_WARPS // threads
+    rows = 1 if tokens * heads <= 8 * teams * num_sms else 2
+    grid = -(-tokens // rows) * -(-heads // teams)
+    return RowLaunch(form=None, grid=grid, threads=threads, unroll=vectors // threads, rows=rows)
 
 
 def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int) -> RowLaunch | None:

@@ -86,7 +86,7 @@ def test_options_of_rms_norm(dtype: DType, tmp_path: Path) -> None:
 @DTYPES
 @pytest.mark.parametrize("head_dim", select_norm.HEAD_DIMS)
 def test_qk_norm(head_dim: int, dtype: DType, arch: str, tmp_path: Path) -> None:
-    shape = select_norm.qk_norm_shape(40, head_dim, dtype, 132)
+    shape = select_norm.qk_norm_shape(1000, 40, head_dim, dtype, 132)
     ptx = ptx_of(
         norm_instances.qk_norm(shape, dtype, head_dim, ARCHITECTURES[arch], aligned=True), arch, tmp_path
     )

@@ -207,7 +207,7 @@ def test_alignment_and_float8() -> None:
 
 def test_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    monkeypatch.setattr(norm_gpu, "_heads", lambda *key: ((lambda *given: launched.append((key, given))), 7))
+    monkeypatch.setattr(norm_gpu, "_heads", lambda *key: lambda *given: launched.append((key, given)))
     stream = SimpleNamespace(cuda_stream=5)
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -215,10 +215,10 @@ def test_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.ones(128, dtype=torch.bfloat16)
     q, k = Heads("q", qkv[:, :4], weight, None, EPS, 1.0), Heads("k", qkv[:, 4:6], weight, qkv[:, 4:6], EPS, 1.0)
     norm_gpu.qk_norm(q, k)
-    ((key, (given, grid, handle)),) = launched
-    assert key[:2] == (18, 128)
-    assert key[4] is (given.query % 16 == given.query_weight % 16 == given.query_output % 16 == 0)
+    ((key, (given, handle)),) = launched
+    assert key[:3] == (3, 6, 128)
+    assert key[5] is (given.query % 16 == given.query_weight % 16 == given.query_output % 16 == 0)
     assert (given.query, given.query_pitch, given.query_head_pitch) == (qkv.data_ptr(), 2048, 256)
     assert (given.key, given.key_output) == (qkv[:, 4:].data_ptr(),) * 2
     assert (given.tokens, given.query_heads, given.key_heads, given.weight_bias) == (3, 4, 2, 1.0)
-    assert (grid, handle) == (7, 5)
+    assert handle == 5

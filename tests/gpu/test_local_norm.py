@@ -28,7 +28,7 @@ pytestmark = [
 DTYPES = pytest.mark.parametrize("dtype", select_norm.DTYPES, ids=lambda d: d.name)
 SHAPES = [(1, 1), (1, 7), (3, 8), (5, 100), (7, 64), (2, 1000), (4, 2880), (133, 512), (9, 8192), (2, 12300)]
 SHAPES += [(1, 32768)]
-HEADS = ((1, 8, 1, 0), (5, 3, 2, 0), (37, 32, 8, 0), (300, 16, 16, 0), (3, 2, 1, 1))  # tokens, queries', keys', shift
+HEADS = ((1, 8, 1, 0), (5, 3, 2, 0), (37, 32, 8, 0), (1001, 16, 17, 0), (3, 2, 1, 1))  # tokens, queries', keys', shift
 EXCHANGED = [(1, 8), (1, 8192), (3, 64), (5, 1000), (2, 7), (17, 512), (6, 2880), (1, 12300), (301, 96), (40, 4096)]
 
 
@@ -171,9 +171,9 @@ def test_qk_norm(dtype: DType, head_dim: int) -> None:
             outputs[0].data_ptr(), query_heads * narrow, narrow, outputs[1].data_ptr(), key_heads * narrow, narrow,
             problems[0].weight.data_ptr(), problems[1].weight.data_ptr(), tokens, query_heads, key_heads, EPS, 1.0,
         )  # fmt: skip
-        shape = select_norm.qk_norm_shape(tokens * sum(heads), head_dim, dtype, 132)
+        shape = select_norm.qk_norm_shape(tokens, sum(heads), head_dim, dtype, 132)
         kernel = norm_instances.qk_norm(shape, dtype, head_dim, world.arch_number, aligned=shift == 0)
-        compiled(world, kernel)(given, shape.grid, torch.cuda.current_stream().cuda_stream)
+        compiled(world, kernel)(given, torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
         for problem, output in zip(problems, outputs, strict=True):
             problem.check(output, None, f"{dtype.name} {head_dim} {tokens} tokens, {heads} heads, shift {shift}")

@@ -1,0 +1,185 @@
+"""What ``gpu_norm.py`` measures on one GPU: norms that need no peer, and fused ones of ranks that share the GPU."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import gpu_bench
+import torch
+from gpu_bench import gather, measure, num_sms
+from gpu_cases import Call, Rank
+from gpu_norm_cases import BF16, Case, Problem, are_close, fused, norm_alone, qk_norm, rms_norm, shape_name
+
+from symmcomm.schedule import select_norm
+from symmcomm.schedule.dtypes import DType
+from symmcomm.schedule.layout_gpu import Layout
+from symmcomm.schedule.select_norm import Form, RowLaunch
+from symmcomm.testing.local_world import LocalWorld
+
+HEADS = ((32, 8), (64, 8))  # queries', keys'
+QK_TOKENS = (1, 4, 16, 64, 256)
+LOCAL_TOKENS = (64, 128, 512, 1024, 2048, 8192)
+
+
+def say(*words: object) -> None:
+    if torch.distributed.get_rank() == 0:
+        print(*words, flush=True)
+
+
+def lone_rank() -> Rank:
+    """Of a world of one."""
+    heap = torch.zeros(Layout.create(1).data + 4096, dtype=torch.uint8, device="cuda")
+    return Rank(0, 1, heap.data_ptr(), heap.numel(), heap, torch.cuda.Stream())
+
+
+def rounded(us: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 2) for name, value in us.items()}
+
+
+def ratio(us: dict[str, float], slow: str, quick: str) -> float:
+    """NaN if one of them was wrong."""
+    return us.get(slow, float("nan")) / us.get(quick, float("nan"))
+
+
+def right_calls(what: str, calls: dict[str, tuple[Call, Any]]) -> dict[str, Call]:
+    """Those calls after one of which their check holds on all ranks."""
+    right: dict[str, Call] = {}
+    for name, (call, check) in calls.items():
+        call()
+        torch.cuda.synchronize()
+        if all(gather(check())):
+            right[name] = call
+        else:
+            say("WRONG:", what, name)
+    return right
+
+
+def rows_table(rank: Rank, rounds: int, many: bool) -> dict[str, Any]:
+    """RMSNorm of 8192 × 8192 beside a copy."""
+    rows = hidden = 8192
+    source = torch.randn(rows, hidden, device="cuda", dtype=torch.float32).to(BF16)
+    output, weight = torch.empty_like(source), torch.randn(hidden, device="cuda").to(BF16)
+    shapes = [select_norm.norm_shape(rows, hidden, DType.bfloat16, num_sms())]
+    if many:
+        for threads in (128, 256, 512, 1024):
+            for grid in (rows, 2 * num_sms(), 4 * num_sms(), 8 * num_sms()):
+                shapes.append(RowLaunch(form=None, grid=grid, threads=threads, unroll=1024 // threads))
+    expected = rms_norm(source, weight)
+    calls: dict[str, tuple[Call, Any]] = {
+        shape_name(shape): (
+            norm_alone(rows, hidden, shape, source, output, weight), lambda: are_close(output, expected)
+        )
+        for shape in shapes
+    }  # fmt: skip
+    timed = {"copy": lambda: output.copy_(source), **right_calls("RMSNorm", calls)}
+    us, best = measure(timed, source.nbytes, rank, rounds), shape_name(shapes[0])
+    of_copy = ratio(us, "copy", best)
+    say("RMSNorm 8192×8192:", rounded(us), f"{of_copy:.3f} of the copy's bandwidth")
+    return {"chosen": best, "us": us, "of copy": of_copy}
+
+
+def qk_table(rank: Rank, rounds: int, many: bool) -> dict[str, Any]:
+    """QK-norm of heads of 128 beside two RMSNorms of the same data."""
+    found: dict[str, Any] = {}
+    for heads in HEADS:
+        for tokens in QK_TOKENS:
+            us = qk_figures(rank, tokens, heads, rounds, many)
+            plain, pdl = (ratio(us, "two RMSNorms" + how, "QK-norm" + how) for how in ("", " pdl"))
+            say(f"QK-norm {tokens} tokens, {heads[0]}+{heads[1]} heads:", rounded(us), f"{plain:.2f}x, pdl {pdl:.2f}x")
+            found[f"{tokens} tokens, {heads} heads"] = us
+    return found
+
+
+def qk_figures(rank: Rank, tokens: int, heads: tuple[int, int], rounds: int, many: bool) -> dict[str, float]:
+    head_dim = 128
+    query, key = (torch.randn(tokens, num, head_dim, device="cuda").to(BF16) for num in heads)
+    weight = torch.randn(head_dim, device="cuda").to(BF16)
+    outputs = (torch.zeros_like(query), torch.zeros_like(key))
+    expected = [rms_norm(x, weight) for x in (query, key)]
+
+    def check() -> bool:
+        right = all(are_close(y, x) for x, y in zip(expected, outputs, strict=True))
+        for output in outputs:
+            output.zero_()
+        return right
+
+    calls: dict[str, tuple[Call, Any]] = {}
+    for pdl in (False, True):
+        both = []
+        for tensor, output in zip((query, key), outputs, strict=True):
+            num = tensor.shape[0] * tensor.shape[1]
+            shape = select_norm.norm_shape(num, head_dim, DType.bfloat16, num_sms())
+            both.append(norm_alone(num, head_dim, shape, tensor, output, weight, pdl))
+        calls["two RMSNorms" + " pdl" * pdl] = (lambda both=both: [call() for call in both], check)
+        calls["QK-norm" + " pdl" * pdl] = (qk_norm(query, key, weight, outputs, 0, num_sms(), pdl), check)
+    for together in (1, 2, 4) if many else ():
+        calls[f"QK-norm of {together}"] = (qk_norm(query, key, weight, outputs, together, num_sms()), check)
+    return measure(right_calls(f"{tokens} tokens", calls), 1 << 16, rank, rounds)
+
+
+def local_table(hidden: int, rounds: int) -> dict[str, Any]:
+    """Fused norms of two ranks on one GPU, half of the SMs each: no link, so what is measured is how fast the kernels
+    take what has come. Bytes a microsecond and CTA, to compare with the share that a link brings."""
+    found: dict[str, Any] = {}
+    world = LocalWorld(2, 1 << 20)
+    heaps = zip(world.memory.split(world.stride), world.streams, strict=True)
+    ranks = [Rank(i, 2, world.base, world.stride, *place) for i, place in enumerate(heaps)]
+    for tokens in LOCAL_TOKENS:
+        problems = [Problem(rank, tokens, hidden) for rank in ranks]
+        shapes = [
+            select_norm.ll_shape(tokens, hidden, DType.bfloat16, 2, world.num_sms, world.arch_number),
+            select_norm.staged_shape(tokens, hidden, DType.bfloat16, 2, world.num_sms),
+        ]
+        for shape in shapes:
+            if shape is None:
+                continue
+            for scatter in (False, True) if shape.form is Form.staged else (False,):
+                one_shape = shape
+                if scatter:
+                    part = select_norm.part_rows(tokens, 2)
+                    one_shape = select_norm.staged_shape(part, hidden, DType.bfloat16, 2, world.num_sms) or shape
+                cases = [fused(problem, one_shape, scatter=scatter) for problem in problems]
+                name = f"{tokens} tokens, {'reduce-scatter' if scatter else 'all-reduce'}, {shape_name(one_shape)}"
+                if not are_right(cases, problems, ranks):
+                    say("WRONG:", name)
+                    continue
+                us = local_us([case.call for case in cases], ranks, rounds)
+                rate = tokens * hidden * 2 / (2 if scatter else 1) / us / one_shape.grid
+                found[name] = {"us": us, "bytes/us/CTA": rate}
+                say("local:", name, f"{us:.2f} us, {rate:.0f} B/us/CTA (364 GB/s over 128 CTAs: 2844)")
+    return found
+
+
+def are_right(cases: list[Case], problems: list[Problem], ranks: list[Rank]) -> bool:
+    """One call on all ranks, compared."""
+    for case, problem in zip(cases, problems, strict=True):
+        case.source.copy_(problem.sources[problem.rank.rank])
+        case.residual.copy_(problem.residual[case.rows_of(problem)])
+    torch.cuda.synchronize()
+    for case, rank in zip(cases, ranks, strict=True):
+        with torch.cuda.stream(rank.stream):
+            case.call()
+    torch.cuda.synchronize()
+    return all(case.came_right(problem) for case, problem in zip(cases, problems, strict=True))
+
+
+def local_us(calls: list[Call], ranks: list[Rank], rounds: int, repeat: int = 50) -> float:
+    """Time of one call on all ranks."""
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        before, after = torch.cuda.Event(enable_timing=True), [torch.cuda.Event(enable_timing=True) for _ in ranks]
+        for rank in ranks:
+            with torch.cuda.stream(rank.stream):
+                torch.cuda._sleep(10 * gpu_bench.SLEEP_CYCLES)
+        before.record(ranks[0].stream)
+        for _ in range(repeat):
+            for rank, call in zip(ranks, calls, strict=True):
+                with torch.cuda.stream(rank.stream):
+                    call()
+        for rank, event in zip(ranks, after, strict=True):
+            event.record(rank.stream)
+        torch.cuda.synchronize()
+        times.append(max(before.elapsed_time(event) for event in after) * 1e3 / repeat)
+    return statistics.median(times)

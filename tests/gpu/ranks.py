@@ -23,6 +23,9 @@ STAGING = 4 << 20
 WORLDS = [
     pytest.param(1, 1, id="1-rank"),
     pytest.param(2, 1, id="2-ranks-on-1-GPU"),
+    pytest.param(
+        4, 1, id="4-ranks-on-1-GPU", marks=pytest.mark.skipif(NUM_GPUS > 1, reason="8 ranks on 2 GPUs share as much")
+    ),
     *(
         pytest.param(world, 2, id=f"{world}-ranks-on-2-GPUs", marks=pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU"))
         for world in (2, 4, 8)

@@ -15,9 +15,9 @@ from symmcomm import Communicator, Settings
 from symmcomm.testing.oracle import check_bits
 from symmcomm.testing.spawn import run_ranks
 
-LIMIT_S = 40.0
-"""For all ranks of a test to end; they are killed then, and their stacks shown."""
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+LIMIT_S = 40.0 if NUM_GPUS > 1 else 100.0
+"""For all ranks of a test to end; they are killed then, and their stacks shown. Ranks on one GPU take turns."""
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU")]
 STAGING = 4 << 20
 WORLDS = [

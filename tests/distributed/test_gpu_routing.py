@@ -9,7 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import all_gather_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from symmcomm import ArgumentError, DeviceError
 from symmcomm.distributed import process_group
@@ -180,6 +183,37 @@ def without_shared_memory() -> None:
 
 def test_without_shared_memory() -> None:
     run_ranks(without_shared_memory, 1)
+
+
+def open_late(group: SymmProcessGroup) -> Any:
+    """The group's NCCL, for which a gloo passes: registered as late as NCCL is."""
+    late = mock.Mock(side_effect=lambda store, rank, size, _: dist.ProcessGroupGloo(store, rank, size))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.distributed.ProcessGroupNCCL", late, create=True))
+        for name in ("torch.distributed.is_nccl_available", "torch.cuda.is_available"):
+            stack.enter_context(mock.patch(name, return_value=True))
+        return group._get_backend(DEVICE)
+
+
+def named() -> None:
+    dist.init_process_group("symm")
+    rank, everybody = dist.get_rank(), dist.group.WORLD
+    for group in (everybody, dist.new_group([0, 1], group_desc="a pair")):
+        name, description = group.group_name, group.group_desc
+        nccl = open_late(group)
+        assert group._get_backend(DEVICE) is nccl
+        assert (group.group_name, group.group_desc) == (name, description) != ("", "")
+        assert _resolve_process_group(name) is group
+        mesh = DeviceMesh.from_group(group, "cpu") if group is not everybody else init_device_mesh("cpu", (2,))
+        assert mesh.get_group() is group
+        gathered = all_gather_tensor(torch.full((1,), float(rank)), 0, group)
+        assert gathered.tolist() == [0, 1]
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_group_keeps_its_name_when_nccl_comes() -> None:
+    run_ranks(named, 2)
 
 
 def in_a_capture() -> None:

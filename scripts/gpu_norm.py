@@ -1,8 +1,9 @@
 """Norms on GPUs, alone and fused with collectives, beside NCCL and torch, in one run; a table, and JSON to $OUT.
 
-    PYTHONPATH=. python scripts/gpu_norm.py            two processes, one GPU each
+    PYTHONPATH=. python scripts/gpu_norm.py                                 two processes, one GPU each
+    PYTHONPATH=. python scripts/gpu_norm.py --world-size 1 --parts norm     one GPU is enough
 
-bf16, hidden size 8192 unless ``--hidden`` says otherwise; the protocol is that of ``gpu_bench.py``. ``--parts``:
+bf16, hidden size 8192 unless ``--hidden`` says otherwise; timed as ``symmcomm bench`` does. ``--parts``:
 
     fused    all-reduce, add, RMSNorm by one kernel, beside NCCL's all-reduce followed by torch.compile'd add and norm,
              flashinfer's kernel, and our all-reduce alone; and TokenWeave's form with few CTAs
@@ -17,19 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gpu_bench
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from gpu_bench import FORBID_MULTICAST, gather, make_rank, measure, meet, num_sms
-from gpu_cases import Call, Rank, capability, chosen, ours
 from gpu_norm_cases import (
     BF16,
     Case,
@@ -45,6 +40,7 @@ from gpu_norm_cases import (
     shape_name,
     shapes_to_try,
 )
+from gpu_ranks import Call, Rank, capability, num_sms, on_gpus
 
 from symmcomm.schedule import select_norm
 from symmcomm.schedule.dtypes import DType
@@ -62,18 +58,19 @@ def checked(
     what: str, makers: dict[str, Callable[[], Case]], problem: Problem, refused: dict[str, str]
 ) -> dict[str, Call]:
     """The calls of those that are right."""
+    rank = problem.rank
     calls: dict[str, Call] = {}
     for name, make in makers.items():
         try:
             case = make()
-            right = case.is_right(problem, meet)
+            right = case.is_right(problem, rank.meet)
         except torch.AcceleratorError:
             print(f"{what} {name}: the GPU failed", flush=True)
             raise
         except Exception as error:  # a peer that does not work here is left out, and said so
             refused[f"{what} {name}"] = f"{type(error).__name__}: {error}"[:300]
             right = False
-        if all(gather(right)):
+        if all(rank.gather(right)):
             calls[name] = case.call
         elif f"{what} {name}" not in refused:
             refused[f"{what} {name}"] = "wrong result"
@@ -90,16 +87,18 @@ def fused_table(rank: Rank, hidden: int, rounds: int, refused: dict[str, str], e
     """Fused beside separate, by tokens."""
     rows, theirs = [], None
     try:
-        theirs = FlashInfer(rank, 1024, hidden)
+        theirs = FlashInfer(rank, 1024, hidden) if rank.has_nccl else None
     except Exception as error:  # whatever it is: the others are measured
         refused["flashinfer"] = f"{type(error).__name__}: {error}"[:300]
     for tokens in TOKENS:
-        problem, num_bytes = Problem(rank, tokens, hidden), tokens * hidden * 2
+        problem = Problem(rank, tokens, hidden)
         shape, part = chosen_shape(tokens, hidden, rank), select_norm.part_rows(tokens, rank.world_size)
         scattered = select_norm.choose_reduce_scatter_norm(
             tokens, hidden, DType.bfloat16, rank.world_size, num_sms(), capability()[1]
         )
-        makers: dict[str, Callable[[], Case]] = {"nccl": partial(separate, problem, not eager)}
+        makers: dict[str, Callable[[], Case]] = {}
+        if rank.has_nccl:
+            makers["nccl"] = partial(separate, problem, not eager)
         if shape is not None:
             makers |= {"fused": partial(fused, problem, shape), "fused_pdl": partial(fused, problem, shape, pdl=True)}
         if scattered is not None:
@@ -113,9 +112,10 @@ def fused_table(rank: Rank, hidden: int, rounds: int, refused: dict[str, str], e
             few = select_norm.direct_shape(part, hidden, DType.bfloat16, rank.world_size, num_sms(), ctas)
             makers[f"weave_{ctas}"] = partial(direct, problem, few)
         calls = checked(f"{tokens} tokens", makers, problem, refused)
-        alone = chosen("all_reduce", num_bytes, rank.world_size, num_sms())
-        calls["all_reduce"] = ours(rank, "all_reduce", num_bytes, alone).call
-        us = measure(calls, num_bytes, rank, rounds)
+        tensor = rank.comm.empty(tokens * hidden, dtype=BF16, device=rank.heap.device).zero_()
+        calls["all_reduce"] = partial(rank.comm.all_reduce, tensor)
+        us = rank.measure(calls, rounds)
+        rank.comm.free(tensor)
         name = shape_name(shape) if shape is not None else "no one kernel"
         rows.append({"tokens": tokens, "shape": name, "us": us})
         say(tokens, name, {name: round(value, 2) for name, value in us.items()}, flush=True)
@@ -128,12 +128,12 @@ def sweep(rank: Rank, hidden: int, rounds: int, refused: dict[str, str]) -> dict
     """Our fused kernels in every sensible shape."""
     found: dict[str, Any] = {}
     for tokens in SWEEP_TOKENS:
-        problem, num_bytes = Problem(rank, tokens, hidden), tokens * hidden * 2
+        problem = Problem(rank, tokens, hidden)
         makers: dict[str, Callable[[], Case]] = {
             shape_name(shape): partial(fused, problem, shape)
             for shape in shapes_to_try(tokens, hidden, rank.world_size, num_sms())
         }
-        us = measure(checked(f"{tokens} tokens", makers, problem, refused), num_bytes, rank, rounds)
+        us = rank.measure(checked(f"{tokens} tokens", makers, problem, refused), rounds)
         found[str(tokens)] = dict(sorted(us.items(), key=lambda item: item[1]))
         best = [f"{name}: {value:.2f}" for name, value in found[str(tokens)].items()]
         say(f"{tokens} tokens:", *best[:8], sep="\n   ", flush=True)
@@ -158,11 +158,11 @@ def norm_table(rank: Rank, rounds: int, many: bool) -> dict[str, Any]:
         call()
         torch.cuda.synchronize()
         close = are_close(output, rms_norm(source, weight))
-        if all(gather(close)):
+        if all(rank.gather(close)):
             calls[shape_name(shape)] = call
         else:
             say("WRONG: RMSNorm", shape_name(shape))
-    us = measure(calls, source.nbytes, rank, rounds)
+    us = rank.measure(calls, rounds)
     best = shape_name(shapes[0])
     found: dict[str, Any] = {"chosen": best, "us": us, "of copy": us["copy"] / us[best]}
     say("RMSNorm 8192×8192:", {name: round(value, 1) for name, value in us.items()}, flush=True)
@@ -189,11 +189,11 @@ def qk_figures(rank: Rank, tokens: int, rounds: int) -> dict[str, float]:
         torch.cuda.synchronize()
         pairs = zip((query, key), outputs, strict=True)
         close = all(are_close(y, rms_norm(x, weight)) for x, y in pairs)
-        if all(gather(close)):
+        if all(rank.gather(close)):
             calls[f"QK-norm of {heads}" if heads else "QK-norm"] = call
         else:
             say("WRONG: QK-norm", heads)
-    us = measure(calls, 1 << 16, rank, rounds)
+    us = rank.measure(calls, rounds)
     say(f"QK-norm {tokens} tokens:", {name: round(value, 2) for name, value in us.items()}, flush=True)
     return us
 
@@ -217,7 +217,7 @@ def pdl_table(rank: Rank, rounds: int) -> dict[str, Any]:
 
             calls["with pdl" if pdl else "without"] = block
             calls["norm alone, pdl" if pdl else "norm alone"] = case.call
-        found[str(tokens)] = us = measure(calls, tokens * hidden * 2, rank, rounds)
+        found[str(tokens)] = us = rank.measure(calls, rounds)
         say(f"PDL {tokens} tokens:", {name: round(value, 2) for name, value in us.items()}, flush=True)
     return found
 
@@ -270,25 +270,19 @@ def overlap_table(rank: Rank, rounds: int) -> dict[str, Any]:
         inputs = [torch.zeros_like(problem.sources[0]) for _ in cases]
         halves = Halves(cases, inputs, factor, beside)
         calls = {"products": halves.products, "in turn": halves.in_turn, "side by side": halves.side_by_side}
-        us = measure(calls, 1 << 30, rank, rounds)
+        us = rank.measure(calls, rounds)
         us["hidden"] = (us["in turn"] - us["side by side"]) / (us["in turn"] - us["products"])
         found[f"{tokens} tokens a half, {ctas} CTAs"] = us
         say(f"overlap {tokens} x2, {ctas} CTAs:", {name: round(value, 2) for name, value in us.items()}, flush=True)
     return found
 
 
-def run(index: int, world_size: int, port: int, arguments: argparse.Namespace) -> None:
-    """One process."""
+def run(arguments: argparse.Namespace) -> None:
+    """One rank."""
     global say
-    os.environ.update(FORBID_MULTICAST)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(index)
-    device = torch.device("cuda", index)
-    dist.init_process_group("nccl", rank=index, world_size=world_size, device_id=device)
-    gpu_bench._gloo.append(dist.new_group(backend="gloo"))
-    if index:
+    rank = Rank.join(2 * max(TOKENS) * arguments.hidden * 2)
+    if rank.rank:
         say = lambda *_, **__: None
-    rank = make_rank(index, world_size, 2 * max(TOKENS) * arguments.hidden * 2)
     refused: dict[str, str] = {}
     report: dict[str, Any] = {"hidden": arguments.hidden, "refused": refused, "eager": arguments.eager}
     rounds = arguments.rounds
@@ -303,15 +297,11 @@ def run(index: int, world_size: int, port: int, arguments: argparse.Namespace) -
             report["pdl"] = pdl_table(rank, rounds)
         else:
             report["overlap"] = overlap_table(rank, rounds)
-        if index == 0:
-            write(report, world_size)
+        if rank.rank == 0:
+            write(report, rank.world_size)
     if refused:
         say("not timed:", json.dumps(refused, indent=1))
-    torch.cuda.synchronize()
-    meet()
-    for action in gpu_bench._at_end:
-        action()
-    dist.destroy_process_group()
+    rank.close()
 
 
 def write(report: dict[str, Any], world_size: int) -> None:
@@ -329,13 +319,7 @@ def main() -> None:
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--eager", action="store_true", help="the separate norm without torch.compile")
     arguments = parser.parse_args()
-    if torch.cuda.device_count() < arguments.world_size:
-        raise SystemExit(f"{arguments.world_size} GPUs wanted, {torch.cuda.device_count()} found")
-    os.environ.update(FORBID_MULTICAST)  # before any library of the ranks looks
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run, (arguments.world_size, port, arguments), nprocs=arguments.world_size)
+    on_gpus(run, arguments.world_size, arguments)
 
 
 if __name__ == "__main__":

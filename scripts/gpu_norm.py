@@ -3,7 +3,7 @@
     PYTHONPATH=. python scripts/gpu_norm.py                    two processes, one GPU each
     PYTHONPATH=. python scripts/gpu_norm.py --world-size 1     one process, one GPU: rows, qk and local
 
-bf16, hidden size 8192 unless ``--hidden`` says otherwise; the protocol is that of ``gpu_bench.py``. ``--parts``:
+bf16, hidden size 8192 unless ``--hidden`` says otherwise; timed as ``symmcomm bench`` does. ``--parts``:
 
     rows     RMSNorm beside a copy of the same bytes
     qk       QK-norm beside two RMSNorms
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,13 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gpu_bench
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from gpu_bench import FORBID_MULTICAST, gather, make_rank, measure, meet, num_sms
-from gpu_cases import Call, Rank, capability, chosen, ours
-from gpu_norm_alone import local_table, lone_rank, qk_table, rounded, rows_table, say
+from gpu_norm_alone import local_table, qk_table, rounded, rows_table, say
 from gpu_norm_cases import (
     BF16,
     Case,
@@ -47,6 +41,7 @@ from gpu_norm_cases import (
     shape_name,
     shapes_to_try,
 )
+from gpu_ranks import Call, Rank, capability, num_sms, on_gpus
 
 from symmcomm.schedule import select_norm
 from symmcomm.schedule.dtypes import DType
@@ -63,18 +58,19 @@ def checked(
     what: str, makers: dict[str, Callable[[], Case]], problem: Problem, refused: dict[str, str]
 ) -> dict[str, Call]:
     """The calls of those that are right."""
+    rank = problem.rank
     calls: dict[str, Call] = {}
     for name, make in makers.items():
         try:
             case = make()
-            right = case.is_right(problem, meet)
+            right = case.is_right(problem, rank.meet)
         except torch.AcceleratorError:
             print(f"{what} {name}: the GPU failed", flush=True)
             raise
         except Exception as error:  # a peer that does not work here is left out, and said so
             refused[f"{what} {name}"] = f"{type(error).__name__}: {error}"[:300]
             right = False
-        if all(gather(right)):
+        if all(rank.gather(right)):
             calls[name] = case.call
         elif f"{what} {name}" not in refused:
             refused[f"{what} {name}"] = "wrong result"
@@ -92,23 +88,26 @@ def fused_table(
 ) -> list[dict[str, Any]]:
     """Fused beside separate, by tokens."""
     rows, theirs = [], None
-    if arguments.flashinfer:
+    if arguments.flashinfer and rank.has_nccl:
         try:
             theirs = FlashInfer(rank, 1024, hidden)
         except Exception as error:  # whatever it is: the others are measured
             refused["flashinfer"] = f"{type(error).__name__}: {error}"[:300]
     else:
-        refused["flashinfer"] = "not asked for (--flashinfer)"
+        refused["flashinfer"] = "not asked for (--flashinfer), or ranks share a GPU"
+    if not rank.has_nccl:
+        refused["nccl"] = "ranks share a GPU"
     for tokens in TOKENS:
-        problem, num_bytes = Problem(rank, tokens, hidden), tokens * hidden * 2
+        problem, count = Problem(rank, tokens, hidden), tokens * hidden
         shape = chosen_shape(tokens, hidden, rank)
         name = shape_name(shape) if shape is not None else "no one kernel"
         makers = fused_makers(problem, shape, theirs, not arguments.eager)
         calls = checked(f"{tokens} tokens", makers, problem, refused)
-        for symmetric in (True, False):
-            alone = chosen("all_reduce", num_bytes, rank.world_size, num_sms(), symmetric)
-            calls["all_reduce" + " ordinary" * (not symmetric)] = ours(rank, "all_reduce", num_bytes, alone).call
-        us = measure(calls, num_bytes, rank, arguments.rounds)
+        inside = rank.comm.empty(count, dtype=BF16, device=rank.heap.device).zero_()
+        calls["all_reduce"] = partial(rank.comm.all_reduce, inside)
+        calls["all_reduce ordinary"] = partial(rank.comm.all_reduce, torch.zeros_like(inside))
+        us = rank.measure(calls, arguments.rounds)
+        rank.comm.free(inside)
         rows.append({"tokens": tokens, "shape": name, "us": us})
         say(tokens, name, rounded(us))
         del calls, makers, problem
@@ -121,7 +120,9 @@ def fused_makers(
 ) -> dict[str, Callable[[], Case]]:
     """Everybody's fused norms of that many rows."""
     rank, tokens, hidden = problem.rank, problem.tokens, problem.hidden
-    makers: dict[str, Callable[[], Case]] = {"nccl": partial(separate, problem, compile_)}
+    makers: dict[str, Callable[[], Case]] = {}
+    if rank.has_nccl:
+        makers["nccl"] = partial(separate, problem, compile_)
     if shape is not None:
         makers |= {"fused": partial(fused, problem, shape), "fused pdl": partial(fused, problem, shape, pdl=True)}
     staged = select_norm.staged_shape(tokens, hidden, DType.bfloat16, rank.world_size, num_sms())
@@ -146,12 +147,12 @@ def sweep(rank: Rank, hidden: int, rounds: int, refused: dict[str, str]) -> dict
     """Our fused kernels in every sensible shape."""
     found: dict[str, Any] = {}
     for tokens in SWEEP_TOKENS:
-        problem, num_bytes = Problem(rank, tokens, hidden), tokens * hidden * 2
+        problem = Problem(rank, tokens, hidden)
         makers: dict[str, Callable[[], Case]] = {
             shape_name(shape): partial(fused, problem, shape)
             for shape in shapes_to_try(tokens, hidden, rank.world_size, num_sms())
         }
-        us = measure(checked(f"{tokens} tokens", makers, problem, refused), num_bytes, rank, rounds)
+        us = rank.measure(checked(f"{tokens} tokens", makers, problem, refused), rounds)
         found[str(tokens)] = dict(sorted(us.items(), key=lambda item: item[1]))
         best = [f"{name}: {value:.2f}" for name, value in found[str(tokens)].items()]
         say("\n   ".join([f"{tokens} tokens:", *best[:8]]))
@@ -179,7 +180,7 @@ def pdl_table(rank: Rank, rounds: int) -> dict[str, Any]:
 
             calls["with pdl" if pdl else "without"] = block
             calls["norm alone, pdl" if pdl else "norm alone"] = case.call
-        found[str(tokens)] = us = measure(calls, tokens * hidden * 2, rank, rounds)
+        found[str(tokens)] = us = rank.measure(calls, rounds)
         say(f"PDL {tokens} tokens:", rounded(us))
     return found
 
@@ -232,38 +233,27 @@ def overlap_table(rank: Rank, rounds: int) -> dict[str, Any]:
         inputs = [torch.zeros_like(problem.sources[0]) for _ in cases]
         halves = Halves(cases, inputs, factor, beside)
         calls = {"products": halves.products, "in turn": halves.in_turn, "side by side": halves.side_by_side}
-        us = measure(calls, 1 << 30, rank, rounds)
+        us = rank.measure(calls, rounds)
         us["hidden"] = (us["in turn"] - us["side by side"]) / (us["in turn"] - us["products"])
         found[f"{tokens} tokens a half, {ctas} CTAs"] = us
         say(f"overlap {tokens} x2, {ctas} CTAs:", rounded(us))
     return found
 
 
-def run(index: int, world_size: int, port: int, arguments: argparse.Namespace) -> None:
-    """One process."""
-    os.environ.update(FORBID_MULTICAST)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.cuda.set_device(index)
-    alone = world_size == 1
-    how: dict[str, Any] = {} if alone else {"device_id": torch.device("cuda", index)}
-    dist.init_process_group("gloo" if alone else "nccl", rank=index, world_size=world_size, **how)
-    gpu_bench._gloo.append(dist.new_group(backend="gloo"))
-    rank = lone_rank() if alone else make_rank(index, world_size, 2 * max(TOKENS) * arguments.hidden * 2)
+def run(arguments: argparse.Namespace) -> None:
+    """One rank."""
+    rank = Rank.join(2 * max(TOKENS) * arguments.hidden * 2)
     refused: dict[str, str] = {}
     report: dict[str, Any] = {"hidden": arguments.hidden, "refused": refused, "eager": arguments.eager}
     for part in arguments.parts:
         start = time.monotonic()
         report[part] = measured(part, rank, refused, arguments)
         say(f"({part}: {time.monotonic() - start:.0f} s)")
-        if index == 0:
-            write(report, world_size)
+        if rank.rank == 0:
+            write(report, rank.world_size)
     if refused:
         say("not timed:", json.dumps(refused, indent=1))
-    torch.cuda.synchronize()
-    meet()
-    for action in gpu_bench._at_end:
-        action()
-    dist.destroy_process_group()
+    rank.close()
 
 
 def measured(part: str, rank: Rank, refused: dict[str, str], arguments: argparse.Namespace) -> Any:
@@ -305,13 +295,8 @@ def main() -> None:
     arguments.parts = arguments.parts or list(LONE_PARTS if arguments.world_size == 1 else PARTS)
     if not set(arguments.parts) <= set(possible):
         raise SystemExit(f"parts of a world of {arguments.world_size}: {', '.join(possible)}")
-    if torch.cuda.device_count() < arguments.world_size:
-        raise SystemExit(f"{arguments.world_size} GPUs wanted, {torch.cuda.device_count()} found")
-    os.environ.update(FORBID_MULTICAST)  # before any library of the ranks looks
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run, (arguments.world_size, port, arguments), nprocs=arguments.world_size)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # for ranks that share a GPU
+    on_gpus(run, arguments.world_size, arguments)
 
 
 if __name__ == "__main__":

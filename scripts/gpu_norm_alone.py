@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
-import gpu_bench
 import torch
-from gpu_bench import gather, measure, num_sms
-from gpu_cases import Call, Rank
 from gpu_norm_cases import BF16, Case, Problem, are_close, fused, norm_alone, qk_norm, rms_norm, shape_name
+from gpu_ranks import METHOD, Call, Rank, capability, num_sms, on_stream
 
+from symmcomm.bench.gpu_timing import GraphTimer, Lane
+from symmcomm.bench.method import FEWEST
+from symmcomm.kernels.gpu.barrier import Barrier
+from symmcomm.kernels.gpu.compile import compiled
 from symmcomm.schedule import select_norm
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import Layout
-from symmcomm.schedule.select_norm import Form, RowLaunch
+from symmcomm.schedule.select_norm import RowLaunch
 from symmcomm.testing.local_world import LocalWorld
 
 HEADS = ((32, 8), (64, 8))  # queries', keys'
@@ -27,12 +29,6 @@ def say(*words: object) -> None:
         print(*words, flush=True)
 
 
-def lone_rank() -> Rank:
-    """Of a world of one."""
-    heap = torch.zeros(Layout.create(1).data + 4096, dtype=torch.uint8, device="cuda")
-    return Rank(0, 1, heap.data_ptr(), heap.numel(), heap, torch.cuda.Stream())
-
-
 def rounded(us: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in us.items()}
 
@@ -42,13 +38,13 @@ def ratio(us: dict[str, float], slow: str, quick: str) -> float:
     return us.get(slow, float("nan")) / us.get(quick, float("nan"))
 
 
-def right_calls(what: str, calls: dict[str, tuple[Call, Any]]) -> dict[str, Call]:
+def right_calls(rank: Rank, what: str, calls: dict[str, tuple[Call, Any]]) -> dict[str, Call]:
     """Those calls after one of which their check holds on all ranks."""
     right: dict[str, Call] = {}
     for name, (call, check) in calls.items():
         call()
         torch.cuda.synchronize()
-        if all(gather(check())):
+        if all(rank.gather(check())):
             right[name] = call
         else:
             say("WRONG:", what, name)
@@ -72,8 +68,8 @@ def rows_table(rank: Rank, rounds: int, many: bool) -> dict[str, Any]:
         )
         for shape in shapes
     }  # fmt: skip
-    timed = {"copy": lambda: output.copy_(source), **right_calls("RMSNorm", calls)}
-    us, best = measure(timed, source.nbytes, rank, rounds), shape_name(shapes[0])
+    timed = {"copy": lambda: output.copy_(source), **right_calls(rank, "RMSNorm", calls)}
+    us, best = rank.measure(timed, rounds), shape_name(shapes[0])
     of_copy = ratio(us, "copy", best)
     say("RMSNorm 8192×8192:", rounded(us), f"{of_copy:.3f} of the copy's bandwidth")
     return {"chosen": best, "us": us, "of copy": of_copy}
@@ -115,71 +111,69 @@ def qk_figures(rank: Rank, tokens: int, heads: tuple[int, int], rounds: int, man
         calls["QK-norm" + " pdl" * pdl] = (qk_norm(query, key, weight, outputs, 0, num_sms(), pdl), check)
     for together in (1, 2, 4) if many else ():
         calls[f"QK-norm of {together}"] = (qk_norm(query, key, weight, outputs, together, num_sms()), check)
-    return measure(right_calls(f"{tokens} tokens", calls), 1 << 16, rank, rounds)
+    return rank.measure(right_calls(rank, f"{tokens} tokens", calls), rounds)
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """One of the ranks that share this process and its GPU, as far as ``gpu_norm_cases`` asks."""
+
+    rank: int
+    world_size: int
+    base: int
+    stride: int
+    heap: torch.Tensor
 
 
 def local_table(hidden: int, rounds: int) -> dict[str, Any]:
     """Fused norms of two ranks on one GPU, half of the SMs each: no link, so what is measured is how fast the kernels
     take what has come. Bytes a microsecond and CTA, to compare with the share that a link brings."""
     found: dict[str, Any] = {}
-    world = LocalWorld(2, 1 << 20)
-    heaps = zip(world.memory.split(world.stride), world.streams, strict=True)
-    ranks = [Rank(i, 2, world.base, world.stride, *place) for i, place in enumerate(heaps)]
+    world, dtype = LocalWorld(2, 1 << 20), DType.bfloat16
+    ranks: list[Any] = [LocalRank(i, 2, world.base, world.stride, world.memory) for i in range(2)]
+    arch, number = capability()
+    barrier: Any = compiled(Barrier(world_size=2, arch=number), arch)
+    lanes = [
+        Lane(stream, on_stream(barrier, world.base, world.stride, rank, 0, 0))
+        for rank, stream in enumerate(world.streams)
+    ]
     for tokens in LOCAL_TOKENS:
         problems = [Problem(rank, tokens, hidden) for rank in ranks]
-        shapes = [
-            select_norm.ll_shape(tokens, hidden, DType.bfloat16, 2, world.num_sms, world.arch_number),
-            select_norm.staged_shape(tokens, hidden, DType.bfloat16, 2, world.num_sms),
-        ]
-        for shape in shapes:
+        part = select_norm.part_rows(tokens, 2)
+        for shape, scatter in (
+            (select_norm.ll_shape(tokens, hidden, dtype, 2, world.num_sms, number), False),
+            (select_norm.staged_shape(tokens, hidden, dtype, 2, world.num_sms), False),
+            (select_norm.staged_shape(part, hidden, dtype, 2, world.num_sms), True),
+        ):
             if shape is None:
                 continue
-            for scatter in (False, True) if shape.form is Form.staged else (False,):
-                one_shape = shape
-                if scatter:
-                    part = select_norm.part_rows(tokens, 2)
-                    one_shape = select_norm.staged_shape(part, hidden, DType.bfloat16, 2, world.num_sms) or shape
-                cases = [fused(problem, one_shape, scatter=scatter) for problem in problems]
-                name = f"{tokens} tokens, {'reduce-scatter' if scatter else 'all-reduce'}, {shape_name(one_shape)}"
-                if not are_right(cases, problems, ranks):
-                    say("WRONG:", name)
-                    continue
-                us = local_us([case.call for case in cases], ranks, rounds)
-                rate = tokens * hidden * 2 / (2 if scatter else 1) / us / one_shape.grid
-                found[name] = {"us": us, "bytes/us/CTA": rate}
-                say("local:", name, f"{us:.2f} us, {rate:.0f} B/us/CTA (364 GB/s over 128 CTAs: 2844)")
+            cases = [fused(problem, shape, scatter=scatter) for problem in problems]
+            name = f"{tokens} tokens, {'reduce-scatter' if scatter else 'all-reduce'}, {shape_name(shape)}"
+            if not are_right(cases, problems, lanes):
+                say("WRONG:", name)
+                continue
+            us = local_us([case.call for case in cases], lanes, rounds)
+            rate = (part if scatter else tokens) * hidden * 2 / us / shape.grid
+            found[name] = {"us": us, "bytes/us/CTA": rate}
+            say(f"local: {name}: {us:.2f} us, {rate:.0f} B/us/CTA (364 GB/s over 128 CTAs: 2844)")
     return found
 
 
-def are_right(cases: list[Case], problems: list[Problem], ranks: list[Rank]) -> bool:
+def are_right(cases: list[Case], problems: list[Problem], lanes: list[Lane]) -> bool:
     """One call on all ranks, compared."""
     for case, problem in zip(cases, problems, strict=True):
         case.source.copy_(problem.sources[problem.rank.rank])
         case.residual.copy_(problem.residual[case.rows_of(problem)])
     torch.cuda.synchronize()
-    for case, rank in zip(cases, ranks, strict=True):
-        with torch.cuda.stream(rank.stream):
+    for case, lane in zip(cases, lanes, strict=True):
+        with lane.current():
             case.call()
     torch.cuda.synchronize()
     return all(case.came_right(problem) for case, problem in zip(cases, problems, strict=True))
 
 
-def local_us(calls: list[Call], ranks: list[Rank], rounds: int, repeat: int = 50) -> float:
-    """Time of one call on all ranks."""
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        before, after = torch.cuda.Event(enable_timing=True), [torch.cuda.Event(enable_timing=True) for _ in ranks]
-        for rank in ranks:
-            with torch.cuda.stream(rank.stream):
-                torch.cuda._sleep(10 * gpu_bench.SLEEP_CYCLES)
-        before.record(ranks[0].stream)
-        for _ in range(repeat):
-            for rank, call in zip(ranks, calls, strict=True):
-                with torch.cuda.stream(rank.stream):
-                    call()
-        for rank, event in zip(ranks, after, strict=True):
-            event.record(rank.stream)
-        torch.cuda.synchronize()
-        times.append(max(before.elapsed_time(event) for event in after) * 1e3 / repeat)
-    return statistics.median(times)
+def local_us(calls: list[Call], lanes: list[Lane], rounds: int) -> float:
+    """Of one call on all ranks."""
+    timer = GraphTimer(lanes, calls)
+    num = METHOD.calls(timer.time(FEWEST)["seconds"])
+    return statistics.median(timer.time(num)["seconds"] * 1e6 for _ in range(rounds))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_cases import Call, Rank, capability, on_stream
+from gpu_ranks import Call, Rank, capability, on_stream
 from torch import Tensor
 
 from symmcomm.kernels.gpu import norm_instances

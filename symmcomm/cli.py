@@ -243,6 +243,8 @@ def tune(
     """
     launch = Launch.from_env()
     if joined(launch) is None:
+        if launch.world_size == 1:
+            raise typer.BadParameter("one rank has nothing to tune: two at least", param_hint="--nproc")
         script = ["-m", "symmcomm", "tune", *(["--output", str(output)] if output else [])]
         ranks = ["--standalone", "--nproc-per-node", str(nproc) if nproc else "gpu"]
         raise typer.Exit(subprocess.run([sys.executable, "-m", "torch.distributed.run", *ranks, *script]).returncode)

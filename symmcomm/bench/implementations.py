@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from symmcomm.bench.case import ROOT, Case, Collective
-from symmcomm.bench.oracle import torch_dtype
 from symmcomm.communicator import Communicator
 from symmcomm.schedule.cost import RingMode
 from symmcomm.schedule.dtypes import DType, Op, supports
+from symmcomm.testing.oracle import torch_dtype
 
 OWN = ("symm", "symm_heap")
 RING = "symm_ring"

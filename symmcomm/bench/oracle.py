@@ -1,17 +1,14 @@
-"""What each rank puts in, and what must come out, in float64 (int64 for integers).
+"""What each rank puts in, and what must come out; the arithmetic is that of ``testing.oracle``.
 
 Element i of rank r is ``source(r)[i mod PERIOD]``. Reductions are element by element, so the result has the same
 period, and the oracle costs one period at any size. PERIOD is a prime: a block in the wrong place does not match.
 
-Tolerance: a sum of W numbers x_r with unit roundoff u of the dtype is off by at most W·u·Σ|x_r| to first order, in
-whatever order and with whatever wider accumulator it is computed; a product by W·u·|Πx_r|; an average rounds once more.
-Everything else must be exact.
+Tolerance: the bounds there, which hold for sums in any order; or those of a peer that rounds every partial result to
+the dtype, where they are wider. No peer reduces 8-bit floats. All but float arithmetic must be exact.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,6 +17,7 @@ from torch import Tensor
 
 from symmcomm.bench.case import ROOT, Case, Collective
 from symmcomm.schedule.dtypes import DType, Op
+from symmcomm.testing.oracle import bounds, emulate, torch_dtype
 
 PERIOD = 16_381
 _CHUNK = 64 * PERIOD
@@ -33,12 +31,6 @@ class Segment:
     tolerances: Tensor
     start: int
     count: int
-
-
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's dtype of the same name."""
-    found: torch.dtype = getattr(torch, dtype.name)
-    return found
 
 
 @lru_cache(maxsize=256)
@@ -59,36 +51,13 @@ def source(dtype: DType, op: Op, rank: int) -> Tensor:
 @lru_cache(maxsize=16)
 def reduction(dtype: DType, op: Op, world_size: int) -> tuple[Tensor, Tensor]:
     """One period of the reduction over all ranks, and of the tolerance."""
-    stack = torch.stack([source(dtype, op, rank) for rank in range(world_size)])
+    inputs = [source(dtype, op, rank).to(torch_dtype(dtype)) for rank in range(world_size)]
     if not dtype.is_floating_point:
-        exact = _reduce_integers(stack, dtype, op)
-        return exact, torch.zeros(PERIOD, dtype=torch.float64)
-    info = torch.finfo(torch_dtype(dtype))
-    roundoff, tiny = info.eps / 2, info.smallest_normal * info.eps
-    if op is Op.sum:
-        return stack.sum(0), world_size * roundoff * stack.abs().sum(0) + tiny
-    if op is Op.avg:
-        return stack.mean(0), (world_size + 1) * roundoff * stack.abs().mean(0) + tiny
-    if op is Op.prod:
-        return stack.prod(0), world_size * roundoff * stack.prod(0).abs() + tiny
-    return (stack.amax(0) if op is Op.max else stack.amin(0)), torch.zeros(PERIOD, dtype=torch.float64)
-
-
-def _reduce_integers(stack: Tensor, dtype: DType, op: Op) -> Tensor:
-    if dtype is DType.bool:
-        op = {Op.sum: Op.max, Op.bor: Op.max, Op.prod: Op.min, Op.band: Op.min}.get(op, op)
-    if op is Op.avg:
-        return torch.div(stack.sum(0), stack.shape[0], rounding_mode="trunc")
-    if op in (Op.max, Op.min):
-        return stack.amax(0) if op is Op.max else stack.amin(0)
-    combine: Callable[[Tensor, Tensor], Tensor] = {
-        Op.sum: operator.add, Op.prod: operator.mul,
-        Op.band: operator.and_, Op.bor: operator.or_, Op.bxor: operator.xor,
-    }[op]
-    total = stack[0]
-    for part in stack[1:]:
-        total = combine(total, part)
-    return total.to(torch_dtype(dtype)).to(torch.int64)  # wraps as the dtype does
+        return emulate(inputs, dtype, op).to(torch.int64), torch.zeros(PERIOD, dtype=torch.float64)
+    allowed = bounds(inputs, dtype, op)
+    if dtype.itemsize == 1:
+        return allowed.reference, allowed.tolerance
+    return allowed.reference, allowed.tolerance.maximum(bounds(inputs, dtype, op, accumulator=dtype).tolerance)
 
 
 def _cycle(period: Tensor, start: int, count: int, device: torch.device) -> Tensor:

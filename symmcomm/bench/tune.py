@@ -2,8 +2,8 @@
 communicators read (``schedule.tuning_gpu``).
 
 A contest is one threshold: the same call is timed with the threshold at 0 and beyond all sizes, which makes the
-selection take the one kernel and the other. Times are those of a CUDA graph of several calls, the slowest rank's, the
-median of some rounds in which the two take turns.
+selection take the one kernel and the other. Times are those of CUDA graphs (``bench.gpu_timing``), the slowest rank's,
+the median of some rounds in which the two take turns.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from symmcomm.bench.gpu_timing import GraphTimer, Lane
 from symmcomm.communicator import Communicator, init
 from symmcomm.env import Launch, Settings
 from symmcomm.errors import DeviceError
@@ -90,36 +91,23 @@ CONTESTS = (
 )
 
 
-def _graph(call: Callable[[], None], num_calls: int) -> torch.cuda.CUDAGraph:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(num_calls):
-            call()
-    return graph
-
-
-def _times(comm: Communicator, contest: Contest, size: int) -> tuple[float, float]:
+def _times(comm: Communicator, lane: Lane, contest: Contest, size: int) -> tuple[float, float]:
     """Microseconds of a call with the threshold beyond all sizes, and at 0."""
     gpu, before = comm.gpu_side, comm.gpu_side.thresholds
     num_calls = max(2, min(_MOST_CALLS, _BATCH_BYTES // (size * comm.world_size)))
     call, symmetric = contest.prepare(comm, size)
-    graphs = []
+    timers = []
     for value in (_BEYOND, 0):
         gpu.set_thresholds(replace(before, **{contest.field: value}))
-        graphs.append(_graph(call, num_calls))
+        call()  # loads the module
+        timers.append(GraphTimer([lane], [call]))
+        timers[-1].time(num_calls)  # captures
     gpu.set_thresholds(before)
     found: list[list[float]] = [[], []]
     for _ in range(_ROUNDS):
-        for graph, times in zip(graphs, found, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            gpu.barrier()
-            start.record()
-            graph.replay()
-            end.record()
-            gpu.synchronize()
-            times.append(float(start.elapsed_time(end)) * 1e3 / num_calls)
+        for timer, times in zip(timers, found, strict=True):
+            comm.barrier()
+            times.append(timer.time(num_calls)["seconds"] * 1e6)
     mine = [statistics.median(times) for times in found]
     if symmetric is not None:
         comm.free(symmetric)
@@ -130,23 +118,28 @@ def _times(comm: Communicator, contest: Contest, size: int) -> tuple[float, floa
 
 def tune(comm: Communicator, say: Say) -> Thresholds:
     """Collective. Measures all thresholds, each with those found before it. ``say`` gets a line a measurement."""
-    gpu, size = comm.gpu_side, comm.world_size
-    for contest in CONTESTS:
-        # Thresholds of small sizes are scaled by the world size in the selection.
-        scale = size * (size - 1) / 2 if contest.small_first else 1.0
-        sizes = [max(4096, int(each / scale) // 4096 * 4096) for each in contest.sizes]
-        pairs = []
-        for num_bytes in sizes:
-            pairs.append(_times(comm, contest, num_bytes))
-            below, above = pairs[-1]
-            say(f"{contest.field:>20} {num_bytes:>10} bytes: below it {below:9.2f} us, above it {above:9.2f} us")
-        beyond, at_zero = zip(*pairs, strict=True)
-        if contest.small_first:
-            value = int(last_win(sizes, beyond, at_zero) * scale)
-        else:
-            value = first_win(sizes, at_zero, beyond)
-        gpu.set_thresholds(replace(gpu.thresholds, **{contest.field: value}))
+    gpu = comm.gpu_side
+    lane = Lane(torch.cuda.Stream(gpu.device), gpu.barrier)  # type: ignore[no-untyped-call]
+    with lane.current():
+        for contest in CONTESTS:
+            value = _threshold(comm, lane, contest, say)
+            gpu.set_thresholds(replace(gpu.thresholds, **{contest.field: value}))
     return gpu.thresholds
+
+
+def _threshold(comm: Communicator, lane: Lane, contest: Contest, say: Say) -> int:
+    """Where the curves cross. Thresholds of small sizes are scaled by the world size in the selection."""
+    scale = comm.world_size * (comm.world_size - 1) / 2 if contest.small_first else 1.0
+    sizes = [max(4096, int(each / scale) // 4096 * 4096) for each in contest.sizes]
+    pairs = []
+    for num_bytes in sizes:
+        pairs.append(_times(comm, lane, contest, num_bytes))
+        below, above = pairs[-1]
+        say(f"{contest.field:>20} {num_bytes:>10} bytes: below it {below:9.2f} us, above it {above:9.2f} us")
+    beyond, at_zero = zip(*pairs, strict=True)
+    if contest.small_first:
+        return int(last_win(sizes, beyond, at_zero) * scale)
+    return first_win(sizes, at_zero, beyond)
 
 
 def write(comm: Communicator, thresholds: Thresholds, path: Path) -> None:

@@ -151,14 +151,19 @@ def finish_accumulator(total: Tensor, num: int, dtype: DType, op: Op) -> Tensor:
 # Bounds.
 
 
-def bounds(inputs: Sequence[Tensor], dtype: DType, op: Op) -> Bounds:
+def bounds(inputs: Sequence[Tensor], dtype: DType, op: Op, accumulator: DType | None = None) -> Bounds:
     """The float64 result of a float reduction and how far from it the library's may be (formulas: this module).
+
+    With an ``accumulator`` of its own: how far that of any implementation may be which rounds partial results to it. To
+    average, it may scale its terms first, by a rounded 1 / W: γ_{W+1} in place of γ_W, and W underflows. The unit
+    roundoff times W + 1 must be below 1.
 
     Not valid where an input is not finite, or where a partial result comes near the accumulator's limits.
     """
     world_size = len(inputs)
     info = torch.finfo(torch_dtype(dtype))
-    acc = torch.finfo(torch.float64 if dtype is DType.float64 else torch.float32)
+    own = DType.float64 if dtype is DType.float64 else DType.float32
+    acc = torch.finfo(torch_dtype(own if accumulator is None else accumulator))
     rounds = info.bits != acc.bits
     u_acc, u_dtype = acc.eps / 2, info.eps / 2 if rounds else 0.0
     eta_acc, eta = acc.smallest_normal * acc.eps / 2, info.smallest_normal * info.eps / 2 if rounds else 0.0
@@ -182,7 +187,9 @@ def bounds(inputs: Sequence[Tensor], dtype: DType, op: Op) -> Bounds:
         before = gamma(world_size - 1) * magnitude
         valid = valid & (magnitude < acc.max / 2)
         if op is Op.avg:
-            exact, before = exact / world_size, gamma(world_size) * magnitude / world_size + eta_acc
+            more = 0 if accumulator is None else 1
+            before = gamma(world_size + more) * magnitude / world_size + world_size**more * eta_acc
+            exact = exact / world_size
     tolerance = before * (1 + u_dtype) + u_dtype * exact.abs() + eta
     return Bounds(exact, tolerance * (2 if dtype is DType.float64 else 1), valid)
 

@@ -53,6 +53,14 @@ def test_usage_errors_name_the_value(arguments: list[str], named: str) -> None:
     assert named in result.output
 
 
+def test_one_rank_has_nothing_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    result = CliRunner().invoke(app, ["tune"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert result.exit_code == 2
+    assert "one rank has nothing to tune" in result.output
+
+
 def test_nproc_must_agree_with_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -8,6 +8,7 @@ import torch
 from symmcomm.bench import oracle
 from symmcomm.bench.case import Case, Collective, cases
 from symmcomm.schedule.dtypes import DType, Op, supports
+from symmcomm.testing.oracle import bounds, torch_dtype
 
 WORLD = 3
 REDUCTIONS = [(dtype, op) for dtype in DType for op in Op if supports(dtype, op)]
@@ -19,7 +20,7 @@ def make(collective: Collective, size_bytes: int, dtype: DType = DType.float32, 
 
 def inputs(case: Case) -> list[torch.Tensor]:
     """What every rank gives."""
-    given = [torch.empty(case.input_numel(rank), dtype=oracle.torch_dtype(case.dtype)) for rank in range(WORLD)]
+    given = [torch.empty(case.input_numel(rank), dtype=torch_dtype(case.dtype)) for rank in range(WORLD)]
     for rank, tensor in enumerate(given):
         oracle.fill(tensor, case, rank)
     return given
@@ -28,8 +29,17 @@ def inputs(case: Case) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS)
 def test_sources_fit_the_dtype(dtype: DType, op: Op) -> None:
     source = oracle.source(dtype, op, 2)
-    assert torch.equal(source.to(oracle.torch_dtype(dtype)).to(source.dtype), source)
+    assert torch.equal(source.to(torch_dtype(dtype)).to(source.dtype), source)
     assert not torch.equal(source, oracle.source(dtype, op, 1))
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype.is_floating_point], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("op", [Op.sum, Op.avg, Op.prod])
+def test_sources_are_where_the_bounds_hold(dtype: DType, op: Op) -> None:
+    sources = [oracle.source(dtype, op, rank).to(torch_dtype(dtype)) for rank in range(64)]
+    assert bounds(sources, dtype, op).valid.all()
+    if dtype.itemsize > 1:
+        assert bounds(sources, dtype, op, accumulator=dtype).valid.all()
 
 
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16, DType.float16])

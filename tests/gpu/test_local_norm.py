@@ -29,6 +29,8 @@ DTYPES = pytest.mark.parametrize("dtype", select_norm.DTYPES, ids=lambda d: d.na
 SHAPES = [(1, 1), (1, 7), (3, 8), (5, 100), (7, 64), (2, 1000), (4, 2880), (133, 512), (9, 8192), (2, 12300)]
 SHAPES += [(1, 32768)]
 HEADS = ((1, 8, 1, 0), (5, 3, 2, 0), (37, 32, 8, 0), (1001, 16, 17, 0), (3, 2, 1, 1))  # tokens, queries', keys', shift
+LOADED: set[object] = set()
+"""Kernels that start at once (see ``testing.local_world``)."""
 EXCHANGED = [(1, 8), (1, 8192), (3, 64), (5, 1000), (2, 7), (17, 512), (6, 2880), (1, 12300), (301, 96), (40, 4096)]
 
 
@@ -103,11 +105,15 @@ def run(world: LocalWorld, kernels: list[object], arguments: list[tuple[object, 
 
 def run_all(world: LocalWorld, calls: list[tuple[list[object], list[tuple[object, ...]]]]) -> None:
     """Launches a kernel a rank for each call, and waits at the end; nobody may have given up."""
-    ready = [([compiled(world, kernel) for kernel in kernels], arguments) for kernels, arguments in calls]
+    for kernels, arguments in calls:
+        for kernel, given in zip(kernels, arguments, strict=True):
+            if kernel not in LOADED:
+                LOADED.add(kernel)
+                world.load(compiled(world, kernel), *given)
     torch.cuda.synchronize()
-    for functions, arguments in ready:
-        for rank, (function, given) in enumerate(zip(functions, arguments, strict=True)):
-            function(world.base, world.stride, rank, *given, world.streams[rank].cuda_stream)
+    for kernels, arguments in calls:
+        for rank, (kernel, given) in enumerate(zip(kernels, arguments, strict=True)):
+            compiled(world, kernel)(world.base, world.stride, rank, *given, world.streams[rank].cuda_stream)
     torch.cuda.synchronize()
     assert [world.record(rank) for rank in range(world.world_size)] == [None] * world.world_size
 

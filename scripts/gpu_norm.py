@@ -258,7 +258,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def measured(part: str, rank: Rank, refused: dict[str, str], arguments: argparse.Namespace) -> Any:
     """One part of the report."""
-    hidden, rounds, many = arguments.hidden, arguments.rounds, "sweep" in arguments.parts
+    hidden, rounds, many = arguments.hidden, arguments.rounds, arguments.many
     match part:
         case "rows":
             return rows_table(rank, rounds, many)
@@ -289,6 +289,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--parts", type=lambda text: text.split(","))
     parser.add_argument("--flashinfer", action="store_true")
+    parser.add_argument("--many", action="store_true", help="more shapes of rows and qk")
     parser.add_argument("--eager", action="store_true", help="the separate norm without torch.compile")
     arguments = parser.parse_args()
     possible = LONE_PARTS if arguments.world_size == 1 else (*PARTS, "sweep")

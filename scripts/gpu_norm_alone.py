@@ -21,6 +21,10 @@ from symmcomm.testing.local_world import LocalWorld
 
 HEADS = ((32, 8), (64, 8))  # queries', keys'
 QK_TOKENS = (1, 4, 16, 64, 256)
+QK_CHANGES = (
+    {"warps": 1}, {"warps": 2}, {"warps": 8}, {"lanes": 8, "vectors": 2}, {"lanes": 8, "vectors": 2, "warps": 2},
+    {"lanes": 4, "vectors": 4}, {"tokens": 2}, {"tokens": 4},
+)  # fmt: skip
 LOCAL_TOKENS = (64, 128, 512, 1024, 2048, 8192)
 
 
@@ -108,9 +112,9 @@ def qk_figures(rank: Rank, tokens: int, heads: tuple[int, int], rounds: int, man
             shape = select_norm.norm_shape(num, head_dim, DType.bfloat16, num_sms())
             both.append(norm_alone(num, head_dim, shape, tensor, output, weight, pdl))
         calls["two RMSNorms" + " pdl" * pdl] = (lambda both=both: [call() for call in both], check)
-        calls["QK-norm" + " pdl" * pdl] = (qk_norm(query, key, weight, outputs, 0, num_sms(), pdl), check)
-    for together in (1, 2, 4) if many else ():
-        calls[f"QK-norm of {together}"] = (qk_norm(query, key, weight, outputs, together, num_sms()), check)
+        calls["QK-norm" + " pdl" * pdl] = (qk_norm(query, key, weight, outputs, num_sms(), pdl=pdl), check)
+    for changes in QK_CHANGES if many else ():
+        calls[f"QK-norm {changes}"] = (qk_norm(query, key, weight, outputs, num_sms(), **changes), check)
     return rank.measure(right_calls(rank, f"{tokens} tokens", calls), rounds)
 
 

@@ -230,14 +230,13 @@ def norm_alone(
 
 
 def qk_norm(
-    query: Tensor, key: Tensor, weight: Tensor, outputs: tuple[Tensor, Tensor], together: int, num_sms: int,
-    pdl: bool = False,
-) -> Call:  # fmt: skip
-    """QK-norm of dense ``(tokens, heads, head_dim)``, of so many tokens a team (0: as it is chosen)."""
+    query: Tensor, key: Tensor, weight: Tensor, outputs: tuple[Tensor, Tensor], num_sms: int, **changes: int
+) -> Call:
+    """QK-norm of dense ``(tokens, heads, head_dim)``, as it is chosen but for some attributes of the kernel."""
     (arch, number), head_dim = capability(), query.shape[2]
     shape = select_norm.qk_norm_shape(query.shape[0], query.shape[1] + key.shape[1], head_dim, DType.bfloat16, num_sms)
-    shape = replace(shape, rows=together or shape.rows)
-    kernel = norm_instances.qk_norm(shape, DType.bfloat16, head_dim, number, aligned=True, pdl=pdl)
+    kernel = norm_instances.qk_norm(shape, DType.bfloat16, head_dim, number, aligned=True)
+    kernel = replace(kernel, **changes)  # type: ignore[arg-type]
     places: list[Any] = []
     for tensor in (query, key, *outputs):
         places += [tensor.data_ptr(), tensor.stride(0) * 2, head_dim * 2]

@@ -1,4 +1,5 @@
-"""All-reduce on GPUs: of ordinary and symmetric tensors, and in a CUDA graph. Needs an NVIDIA GPU for each rank.
+"""All-reduce on GPUs: of ordinary and symmetric tensors, and in a CUDA graph. Needs an NVIDIA GPU for each rank, or
+SYMMCOMM_SHARE_GPU=1.
 
     torchrun --nproc-per-node 4 examples/07_gpu_all_reduce.py
     mpirun -n 4 python examples/07_gpu_all_reduce.py
@@ -11,7 +12,7 @@ from symmcomm.env import Launch
 
 
 def main() -> None:
-    torch.cuda.set_device(Launch.from_env().local_rank or 0)
+    torch.cuda.set_device((Launch.from_env().local_rank or 0) % torch.cuda.device_count())
     comm = symmcomm.init(device="cuda")
     expected = comm.world_size * (comm.world_size + 1) / 2
 

@@ -5,7 +5,8 @@
 
 Two ranks; all are made in the same processes and take turns, so that what else the machine does meets all. A figure is
 the median of the rounds, and the least round, of the slower rank, in µs; a round is the mean of many calls. On GPUs,
-which run behind, it is what the host spends.
+which run behind, it is what the host spends. Ranks that share a GPU (SYMMCOMM_SHARE_GPU=1) make fewer calls a round,
+which their queues hold, and leave out NCCL, which refuses.
 """
 
 from __future__ import annotations
@@ -44,17 +45,20 @@ def _mean_us(call: Callable[[], object], num_calls: int, device: str) -> float:
 def _rank(num_rounds: int, device: str) -> dict[str, list[float]]:
     cores, rank, peer = sorted(os.sched_getaffinity(0)), int(os.environ["RANK"]), PEERS[device]
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    shares = device == "cuda" and torch.cuda.device_count() < 2
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("symm")
-    other, comm = dist.new_group(backend=peer), symmcomm.init(device=None if device == "cpu" else device)
-    tensor = torch.zeros(COUNT, device=device)
+    comm, tensor = symmcomm.init(device=None if device == "cpu" else device), torch.zeros(COUNT, device=device)
+    num_calls = 100 if shares else 2000
     calls: dict[str, tuple[Callable[[], object], int]] = {
-        "bare": (lambda: comm.all_reduce(tensor), 2000),
-        "symm": (lambda: dist.all_reduce(tensor), 2000),
-        "symm, async and wait": (lambda: dist.all_reduce(tensor, async_op=True).wait(), 2000),
-        peer: (lambda: dist.all_reduce(tensor, group=other), 100),
+        "bare": (lambda: comm.all_reduce(tensor), num_calls),
+        "symm": (lambda: dist.all_reduce(tensor), num_calls),
+        "symm, async and wait": (lambda: dist.all_reduce(tensor, async_op=True).wait(), num_calls),
     }
+    if not shares:
+        other = dist.new_group(backend=peer)
+        calls[peer] = (lambda: dist.all_reduce(tensor, group=other), 100)
     rounds: dict[str, list[float]] = {name: [] for name in calls}
     for round_ in range(num_rounds + 1):
         for name, (call, num_calls) in calls.items():

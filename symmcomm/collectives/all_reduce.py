@@ -65,8 +65,8 @@ def all_reduce(
     if (ring_mode is not None or num_blocks) and _by_ring(self, tensor, op, ring_mode, num_blocks):
         return
     try:
-        block = self.all_reductions[tensor.dtype, op]
-        fit = tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
+        block = self.all_reductions[tensor.dtype, op] if tensor.is_cpu else 0
+        fit = block and tensor.is_contiguous() and not tensor.is_neg()
     except (AttributeError, KeyError, TypeError, RuntimeError):
         fit = False
     if not fit:

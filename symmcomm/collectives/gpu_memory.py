@@ -29,6 +29,7 @@ import torch
 
 from symmcomm.collectives.arguments import check_tensor
 from symmcomm.collectives.gpu_alarm import Alarm
+from symmcomm.collectives.gpu_streams import GpuStreams
 from symmcomm.discovery import gpu_topology
 from symmcomm.errors import ArgumentError, ClosedError, DeviceError, MismatchError, PeerTimeoutError
 from symmcomm.memory.cuda_driver import CudaDevice, capturing
@@ -104,6 +105,7 @@ class GpuMemory:
         facts: about all ranks' GPUs. choice: how they share memory, and why.
         scratch_bytes: the most that ``scratch`` gives. timeout_s: deadline of a wait, in seconds.
         thresholds: sizes by which kernels are chosen.
+        streams: of the GPU.
         topology, ring_from: as of the communicator, for its GPUs.
     """
 
@@ -133,6 +135,7 @@ class GpuMemory:
         )  # fmt: skip
         self.base, self.stride = self.heap.base, self.heap.stride
         self._symmetric: set[tuple[int, int]] = set()
+        self.streams = GpuStreams(self.ordinal)
         self._stream = -1  # of the last call
         self._last: torch.cuda.Stream | None = None
         self._calls: dict[tuple[object, ...], Callable[..., None]] = {}  # prepared, by what all ranks know alike
@@ -253,14 +256,10 @@ class GpuMemory:
 
     def _change_stream(self, stream: int) -> None:
         """Lets the current stream wait for the last one, unless one of them, and not the other, is being captured."""
-        with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream(self.device)
-            if self._last is not None:
-                captured = capturing()
-                with torch.cuda.stream(self._last):
-                    before = capturing()
-                if captured == before:
-                    current.wait_stream(self._last)
+        streams, last = self.streams, self._last
+        current = streams.current()
+        if last is not None and streams.run_on(current, capturing) == streams.run_on(last, capturing):
+            streams.order(current, last)
         self._last, self._stream = current, stream
 
     @contextmanager

@@ -52,7 +52,11 @@ def open_nccl(group: dist.ProcessGroup, store: Store, timeout_s: float) -> Any:
     options._timeout = timedelta(seconds=timeout_s)
     nccl = dist.ProcessGroupNCCL(PrefixStore("nccl/", store), group.rank(), group.size(), options)
     nccl._set_sequence_number_for_group()
+    name, description = group.group_name, group.group_desc
     group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+    # The name of a group is that of one of its backends, which torch names when the group is made: this one came later.
+    group._set_group_name(name)
+    group._set_group_desc(description)
     return nccl
 
 

@@ -12,7 +12,7 @@ caching allocator is told of the second stream, so that tensors may be dropped a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -34,20 +34,20 @@ class GpuWork(dist.Work):
     """An asynchronous call on the GPU.
 
     Args:
-        stream: where it runs; its last event so far is the call's end.
+        stream: where it runs; what is in it so far ends with the call.
         outputs: value of the future and of ``result``.
     """
 
     def __init__(self, gpu: GpuCollectives, stream: torch.cuda.Stream, outputs: Sequence[Any]) -> None:
         super().__init__()
         self._gpu, self._stream, self._outputs = gpu, stream, outputs
-        self._end = stream.record_event()
+        self._end = gpu.streams.record(stream)
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Makes the current stream wait; the host goes on. Raises what earlier kernels are known to have failed of."""
         self._gpu.check()
-        torch.cuda.current_stream(self._gpu.device).wait_event(self._end)
+        self._end.wait(self._gpu.streams.current())
         return True
 
     def synchronize(self) -> None:
@@ -55,7 +55,7 @@ class GpuWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return bool(self._end.query())
+        return bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
@@ -75,9 +75,11 @@ class GpuWork(dist.Work):
         """Completed already, as futures of GPU values are: what uses its value runs after the call on the GPU."""
         if self._future is None:
             self._future = torch.futures.Future(devices=[self._gpu.device])
-            with torch.cuda.stream(self._stream):
-                self._future.set_result(list(self._outputs))
+            self._gpu.streams.run_on(self._stream, self._future.set_result, list(self._outputs))
         return self._future
+
+    def __del__(self) -> None:
+        self._gpu.streams.give_back(self._end)
 
 
 class GpuCalls:
@@ -109,23 +111,17 @@ class GpuCalls:
             if comm.rank == 0:
                 warnings.warn(f"symm leaves calls on GPU tensors to NCCL: {error}", stacklevel=2)
 
-    @property
-    def _side(self) -> GpuCollectives:
-        return self._group.comm.gpu_side
-
     def start(self, outputs: Sequence[Any], call: Callable[..., object], *args: object) -> GpuWork:
         """Launches ``call(comm, *args)`` beside the current stream, behind what is in it."""
-        gpu = self._side
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(gpu.device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-        stream = self._stream
-        stream.wait_stream(torch.cuda.current_stream(gpu.device))
-        with torch.cuda.stream(stream):
-            call(self._group.comm, *args)
-            work = GpuWork(gpu, stream, outputs)
-        for tensor in _tensors(args):
-            tensor.record_stream(stream)
-        return work
+        gpu = self._group.comm.gpu_side
+        streams, stream = gpu.streams, self._stream
+        if stream is None:
+            stream = torch.cuda.Stream(gpu.device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+            self._stream = stream
+        streams.order(stream, streams.current())
+        streams.run_on(stream, call, self._group.comm, *args)
+        _keep(args, stream)
+        return GpuWork(gpu, stream, outputs)
 
     def settle(self) -> bool:
         """For a barrier: lets the host wait for the current stream. In a capture, where it cannot, puts a barrier of
@@ -142,10 +138,11 @@ class GpuCalls:
         return False
 
 
-def _tensors(args: object) -> Iterator[torch.Tensor]:
-    """The tensors among a call's arguments, in lists or not."""
-    if isinstance(args, torch.Tensor):
-        yield args
-    elif isinstance(args, list | tuple):
-        for arg in args:
-            yield from _tensors(arg)
+def _keep(args: Sequence[object], stream: torch.cuda.Stream) -> None:
+    """Keeps the memory of the tensors among a call's arguments, in lists or not, from other use before the stream is
+    done with it."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            arg.record_stream(stream)
+        elif isinstance(arg, list | tuple):
+            _keep(arg, stream)

@@ -7,6 +7,7 @@ import copy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,9 +42,20 @@ def device() -> torch.device:
     return torch.get_default_device()
 
 
+def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
+    """What ``make`` returns, on the default device; random numbers are the CPU's, the same for every device."""
+    torch.manual_seed(seed)
+    with torch.device("cpu"):
+        made = make()
+    return made.to(device())
+
+
 def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    return seeded(
+        lambda: nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        )
+    )  # fmt: skip
 
 
 def batch(step: int, rank: int | None = None) -> torch.Tensor:
@@ -92,8 +104,7 @@ def ddp_join() -> Results:
 
 
 def sync_batch_norm_buffers() -> Results:
-    torch.manual_seed(0)
-    module = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    module = DistributedDataParallel(seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))))
     return train(module, torch.optim.SGD(module.parameters(), lr=0.1)) + [whole(b) for b in module.buffers()]
 
 
@@ -150,8 +161,7 @@ def dtensor() -> Results:
     mesh = init_device_mesh(device().type, (size,))
     results = []
     for shape in ((4 * size, 6), (5, 7), (size - 1, 3)):
-        torch.manual_seed(1)
-        tensor = torch.randn(shape)
+        tensor = seeded(lambda shape=shape: torch.randn(shape), 1)
         placements = (Replicate(), Shard(0), Shard(1))
         for before in placements:
             for after in placements:
@@ -170,8 +180,7 @@ def dtensor() -> Results:
 
 def pipeline() -> Results:
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    module = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), rank)
     stage = PipelineStage(module, rank, size, device())
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=lambda output, target: (output - target).square().mean())
     losses: Results = []

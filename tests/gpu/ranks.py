@@ -15,14 +15,17 @@ from symmcomm import Communicator, Settings
 from symmcomm.testing.oracle import check_bits
 from symmcomm.testing.spawn import run_ranks
 
-LIMIT_S = 40.0
-"""For all ranks of a test to end; they are killed then, and their stacks shown."""
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+LIMIT_S = 40.0 if NUM_GPUS > 1 else 100.0
+"""For all ranks of a test to end; they are killed then, and their stacks shown. Ranks on one GPU take turns."""
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU")]
 STAGING = 4 << 20
 WORLDS = [
     pytest.param(1, 1, id="1-rank"),
     pytest.param(2, 1, id="2-ranks-on-1-GPU"),
+    pytest.param(
+        4, 1, id="4-ranks-on-1-GPU", marks=pytest.mark.skipif(NUM_GPUS > 1, reason="8 ranks on 2 GPUs share as much")
+    ),
     *(
         pytest.param(world, 2, id=f"{world}-ranks-on-2-GPUs", marks=pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU"))
         for world in (2, 4, 8)

@@ -20,6 +20,12 @@ FORBID_MULTICAST = {
     "SYMMCOMM_DISABLE_MULTICAST": "1",
 }  # fmt: skip
 OWN = ["symm", "symm_heap"]
+COLLECTIVES = [
+    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send_recv",
+    "barrier",
+]  # fmt: skip
+HOST_ONLY = ("barrier",)
+"""What virtual ranks, which have one host, refuse."""
 SIZES = ["-b", "1K", "-e", "16M", "-f", "128"]  # 1 KiB, 128 KiB, 16 MiB
 
 
@@ -90,6 +96,17 @@ def test_virtual_ranks_are_labelled(tmp_path: Path) -> None:
     assert found == 3 * [("symm", 0), ("symm_heap", 0), ("nccl", None)]
     assert "nccl: n/a, virtual ranks run symmcomm's kernels only" in content["notes"]
     assert content["method"]["virtual_ranks"] == 4
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_every_collective(tmp_path: Path, collective: str) -> None:
+    """Between virtual ranks, and between processes that share a GPU where there is one only."""
+    ways = [["--virtual-ranks", "2"], ["--nproc", "2", *([] if NUM_GPUS > 1 else ["--share-gpu"])]]
+    for way in ways if collective not in HOST_ONLY else ways[1:]:
+        results = bench(tmp_path / "run.json", collective, "-b", "64K", "-e", "1M", "-f", "16", *way)["results"]
+        own = [entry for entry in results if entry["implementation"] == "symm"]
+        assert [entry["wrong"] for entry in own] == [0] * len(own), own
+        assert own
 
 
 def test_the_doctor_sees_the_gpus() -> None:

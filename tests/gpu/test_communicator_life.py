@@ -468,10 +468,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "07_gpu_all_reduce.py"
 ENV = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "SYMMCOMM_DISABLE_MULTICAST": "1",
+    "SYMMCOMM_SHARE_GPU": str(int(NUM_GPUS < 2)),
 }  # fmt: skip
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU only")
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_launchers(launcher: str) -> None:
     start_two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -491,7 +491,6 @@ def thresholds_of(path: str) -> object:
         return comm.gpu_side.thresholds
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU only")
 def test_tuning_writes_the_table_that_communicators_read(tmp_path: Path) -> None:
     table = tmp_path / "tuning.json"
     command = [sys.executable, "-m", "symmcomm", "tune", "--nproc", "2", "--output", str(table)]

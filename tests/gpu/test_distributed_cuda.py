@@ -1,5 +1,6 @@
 """The backend ``cpu:symm,cuda:symm`` on two GPUs: every call against gloo on the CPU, training against NCCL, streams,
-CUDA graphs, and what is left to NCCL."""
+CUDA graphs, and what is left to NCCL. On one GPU, which the two ranks share, without NCCL, which refuses that: training
+is then compared with gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -8,31 +9,48 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
-from ranks import NEEDS_GPU, NUM_GPUS, start
+from ranks import NEEDS_GPU, NUM_GPUS
 
 from symmcomm import ArgumentError, DeviceError
 from symmcomm.collectives import gpu_memory
 from symmcomm.distributed import symm_mem
 from symmcomm.distributed.process_group import SymmProcessGroup
 from symmcomm.errors import SymmCommError
+from symmcomm.testing.spawn import RankResult
 from tests.distributed import calls, training
 
 pytest.importorskip("cutlass")
-pytestmark = [*NEEDS_GPU, pytest.mark.skipif(NUM_GPUS < 2, reason="NCCL needs a GPU for each rank")]
+pytestmark = NEEDS_GPU
 
 BACKEND = "cpu:symm,cuda:symm"
+SHARED = NUM_GPUS < 2
 CPU_ONLY = ("sparse", "tags", "any source", "objects")  # NCCL knows no tags; objects travel by the CPU in any case
+BY_NCCL = ("exchange", "pipeline", "ddp, PowerSGD hook") if SHARED else ()  # left out then; the hook asks for CUDA
+REFERENCE, REFERENCE_DEVICE = ("gloo", "cpu") if SHARED else ("nccl", "cuda")
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+needs_nccl = pytest.mark.skipif(SHARED, reason="NCCL needs a GPU for each rank")
+
+
+def start(body: Callable[..., Any], *args: Any) -> list[RankResult]:
+    """Runs the body on both ranks. Those that share a GPU take turns on it, by the driver's time slices."""
+    env = {"SYMMCOMM_SHARE_GPU": "1"} if SHARED else {}
+    return ranks.start(body, 2, *args, env=env, limit_s=ranks.LIMIT_S)
+
+
+def set_device() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % NUM_GPUS)
 
 
 @contextmanager
 def world(backend: str = BACKEND) -> Iterator[SymmProcessGroup]:
     warnings.simplefilter("ignore")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    set_device()
     dist.init_process_group(backend)
     yield dist.group.WORLD
     dist.barrier()
@@ -46,7 +64,7 @@ def every_call() -> list[str]:
     with world() as symm:
         gloo = dist.new_group(backend="gloo")
         for name, call in calls.all_calls():
-            if name.startswith(CPU_ONLY) or " 0 elements" in name:
+            if name.startswith(CPU_ONLY + BY_NCCL) or " 0 elements" in name:
                 continue
             with torch.device("cuda"):
                 got = [tensor.cpu() for tensor in call(symm)]
@@ -58,7 +76,7 @@ def every_call() -> list[str]:
 
 
 def test_every_call() -> None:
-    assert [result.value for result in start(every_call, 2)] == [[], []]
+    assert [result.value for result in start(every_call)] == [[], []]
 
 
 def empty_and_uneven() -> None:
@@ -85,17 +103,17 @@ def empty_and_uneven() -> None:
 
 
 def test_empty_and_uneven() -> None:
-    start(empty_and_uneven, 2)
+    start(empty_and_uneven)
 
 
 def trained(names: list[str]) -> None:
     results: dict[tuple[str, str], list[torch.Tensor]] = {}
-    for backend in ("nccl", BACKEND):
-        with world(backend), torch.device("cuda"):
+    for backend, device in ((REFERENCE, REFERENCE_DEVICE), (BACKEND, "cuda")):
+        with world(backend), torch.device(device):
             for name in names:
-                results[backend, name] = training.SCENARIOS[name]()
+                results[backend, name] = [tensor.cpu() for tensor in training.SCENARIOS[name]()]
     for name in names:
-        expected, got = results["nccl", name], results[BACKEND, name]
+        expected, got = results[REFERENCE, name], results[BACKEND, name]
         assert len(expected) == len(got) > 0, name
         tolerance = {"rtol": 1e-2, "atol": 1e-2} if "hook" in name or "mixed" in name else TOLERANCE
         for number, (left, right) in enumerate(zip(expected, got, strict=True)):
@@ -104,7 +122,8 @@ def trained(names: list[str]) -> None:
 
 @pytest.mark.parametrize("family", training.FAMILIES)
 def test_training(family: str) -> None:
-    start(trained, 2, [name for name in training.SCENARIOS if name.startswith(training.FAMILIES[family])])
+    names = [name for name in training.SCENARIOS if name.startswith(training.FAMILIES[family])]
+    start(trained, [name for name in names if not name.startswith(BY_NCCL)])
 
 
 def asynchronous() -> None:
@@ -144,7 +163,7 @@ def asynchronous() -> None:
 
 
 def test_asynchronous() -> None:
-    start(asynchronous, 2)
+    start(asynchronous)
 
 
 def captured() -> None:
@@ -182,7 +201,7 @@ def captured() -> None:
 
 
 def test_captured() -> None:
-    start(captured, 2)
+    start(captured)
 
 
 def captured_at_first() -> None:
@@ -195,7 +214,7 @@ def captured_at_first() -> None:
 
 
 def test_first_call_is_not_captured() -> None:
-    start(captured_at_first, 2)
+    start(captured_at_first)
 
 
 def refused() -> list[str]:
@@ -219,8 +238,9 @@ def refused() -> list[str]:
     return [str(warning.message) for warning in caught if "NCCL" in str(warning.message)]
 
 
+@needs_nccl
 def test_refused() -> None:
-    told, silent = (result.value for result in start(refused, 2))
+    told, silent = (result.value for result in start(refused))
     assert len(told) == 1
     assert "no two GPUs here know each other" in told[0]
     assert not silent
@@ -245,7 +265,7 @@ def operators() -> None:
 
 
 def test_operators() -> None:
-    start(operators, 2)
+    start(operators)
 
 
 def symmetric_memory() -> None:
@@ -275,7 +295,7 @@ def symmetric_memory() -> None:
 
 
 def test_symmetric_memory() -> None:
-    start(symmetric_memory, 2)
+    start(symmetric_memory)
 
 
 def many_groups() -> None:
@@ -294,12 +314,12 @@ def many_groups() -> None:
 
 
 def test_groups_leak_nothing() -> None:
-    start(many_groups, 2)
+    start(many_groups)
 
 
 def late() -> str:
     """A rank that does not come: the others raise once the deadline is over, and their GPUs go on."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    set_device()
     dist.init_process_group(BACKEND)
     dist.all_reduce(torch.ones(3, device="cuda"))
     group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
@@ -320,4 +340,4 @@ def late() -> str:
 
 
 def test_late_rank_is_named() -> None:
-    assert "rank 1" in start(late, 2)[0].value
+    assert "rank 1" in start(late)[0].value

@@ -25,13 +25,16 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is faked
 GOOD = Attempt(True, "fake")
 
 
-class Stream:
-    """Counts who waited for it."""
+class Event:
+    """Counts who waited for one."""
 
     waits = 0
 
-    def wait_stream(self, _: Stream) -> None:
-        Stream.waits += 1
+    def record(self, stream: object) -> None:
+        """Any stream will do."""
+
+    def wait(self, stream: object) -> None:
+        Event.waits += 1
 
 
 class Cuda:
@@ -69,12 +72,15 @@ def fake(**other: Any) -> list[tuple[str, tuple[Any, ...]]]:
         probe_facts=lambda *_: own, capturing=lambda: False, CudaDevice=Cuda, _provider=lambda *_: PosixProvider()
     )
     vars(compiling)["compiled"] = lambda kernel, _: lambda *args: launches.append((type(kernel).__name__, args))
-    here = lambda _: contextlib.nullcontext()
     cuda.update(
-        is_available=lambda: True, current_device=lambda: 0, device=here, stream=here,
-        synchronize=lambda _=None: None, current_stream=lambda _=None: Stream(),
+        is_available=lambda: True, current_device=lambda: 0, device=lambda _: contextlib.nullcontext(),
+        set_device=lambda _: None, set_stream=lambda _: None, synchronize=lambda _=None: None,
+        Stream=lambda **where: where, Event=Event,
     )  # fmt: skip
-    core.update(_cuda_getCurrentRawStream=lambda _: core["stream"], _cuda_getDevice=lambda: -1, stream=0)
+    core.update(
+        _cuda_getCurrentRawStream=lambda _: core["stream"], _cuda_getDevice=lambda: -1, stream=0,
+        _cuda_getCurrentStream=lambda _: (core["stream"], 0, 1), _cuda_setStream=lambda *_: None,
+    )  # fmt: skip
     vars(torch)["zeros"] = lambda *args, pin_memory=False, **options: zeros(*args, **options)
     return launches
 
@@ -99,7 +105,7 @@ def calls() -> None:
     vars(torch._C)["stream"] = 5
     gpu.all_reduce(tensor)
     gpu.all_reduce(tensor)
-    assert Stream.waits == 1
+    assert Event.waits == 1
     assert launches[-1][1][-1] == 5
     launches.clear()
     with gpu.deadline(1.5):

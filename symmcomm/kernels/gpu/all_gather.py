@@ -38,6 +38,7 @@ from symmcomm.kernels.gpu.barrier import arrive, meet, sync
 from symmcomm.kernels.gpu.context import begin, block, end, thread
 from symmcomm.kernels.gpu.copy import copy_bytes, copy_to_ranks, multicast_vectors
 from symmcomm.kernels.gpu.signatures import MovingParts, Placed
+from symmcomm.kernels.gpu.sweep import first_unit, num_units
 from symmcomm.schedule.layout_gpu import Phase
 
 
@@ -162,13 +163,3 @@ class AllGatherPull(MovingParts):
                         copy_bytes(place, origin, num_bytes, first, step, self.vectors)
                 sync(ctx, block(), epoch + 2, Phase.leave, False)
             end(ctx, block(), epoch + 2)
-
-
-def first_unit(threads: int) -> Any:
-    """The thread's index in the grid."""
-    return Int64(block()) * threads + thread()
-
-
-def num_units(threads: int) -> Any:
-    """Threads of the grid."""
-    return Int64(cute.arch.grid_dim()[0]) * threads

@@ -30,7 +30,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from symmcomm.kernels.gpu.all_gather import first_unit, num_units
 from symmcomm.kernels.gpu.all_reduce_ll import slice_bytes
 from symmcomm.kernels.gpu.all_to_all import Exchange
 from symmcomm.kernels.gpu.barrier import sync
@@ -40,6 +39,7 @@ from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
 from symmcomm.kernels.gpu.reduce_scatter import ReduceIncoming
 from symmcomm.kernels.gpu.signatures import Reducing, ReducingTensors
 from symmcomm.kernels.gpu.staged import num_chunks, proceed, start
+from symmcomm.kernels.gpu.sweep import first_unit, num_units
 from symmcomm.schedule.layout_gpu import Phase
 
 

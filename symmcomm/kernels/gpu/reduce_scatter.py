@@ -25,7 +25,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu import cells as ll
-from symmcomm.kernels.gpu.all_gather import first_unit, num_units
 from symmcomm.kernels.gpu.all_to_all import Exchange, Parts
 from symmcomm.kernels.gpu.barrier import sync
 from symmcomm.kernels.gpu.context import begin, block, end
@@ -35,6 +34,7 @@ from symmcomm.kernels.gpu.primitives import pick
 from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
 from symmcomm.kernels.gpu.signatures import Reducing, ReducingTensors
 from symmcomm.kernels.gpu.staged import chunk_offset, run
+from symmcomm.kernels.gpu.sweep import first_unit, num_units
 from symmcomm.schedule.layout_gpu import Phase
 
 

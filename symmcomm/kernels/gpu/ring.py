@@ -25,6 +25,7 @@ sent first are elements, so between two ranks nothing is wider than it has to be
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -36,8 +37,9 @@ from symmcomm.kernels.gpu.barrier import arrive
 from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
 from symmcomm.kernels.gpu.copy import clip, copy_bytes
 from symmcomm.kernels.gpu.elements import Reduction, load_vector, store_vector
-from symmcomm.kernels.gpu.primitives import agree, load, opaque, pick, signal, wait
+from symmcomm.kernels.gpu.primitives import agree, load, pick, signal, wait
 from symmcomm.kernels.gpu.staged import chunk_offset, num_chunks
+from symmcomm.kernels.gpu.sweep import places, sweep
 from symmcomm.schedule.dtypes import DType, Op, partial_dtype
 from symmcomm.schedule.layout_gpu import DEPTH, Layout, Phase
 from symmcomm.schedule.ring_gpu import HEADER_WORDS, ROW_WORDS, SOURCE_WORDS, RingShape
@@ -224,20 +226,13 @@ class Ring:
         self._sweep(where, Int64(0), done >> 4, self.shape.vectors, 16)
         self._sweep(where, done, (size - done) // self.dtype.itemsize, 1, self.dtype.itemsize)
 
-    @cute.jit
-    def _sweep(
-        self, where: cutlass.Constexpr, offset: Int64, num: Int64, vectors: cutlass.Constexpr, unit: cutlass.Constexpr
-    ) -> None:
-        i = Int64(thread())
-        while i < opaque(num):
-            self._batch(where, offset, num, i, vectors, unit)
-            i += vectors * self.shape.threads
-
-    def _batch(self, where: _Where, offset: Any, num: Any, i: Any, vectors: int, unit: int) -> None:
-        """Units i, i + threads, …: all loads first, so that they are in flight together."""
+    def _sweep(self, where: _Where, offset: Any, num: Any, vectors: int, unit: int) -> None:
         step = self.shape.threads
-        here = [(offset + i * unit, None)]
-        here += [(offset + (i + u * step) * unit, i + u * step < num) for u in range(1, vectors)]
+        sweep(num, Int64(thread()), step, vectors, partial(self._batch, where, offset, num, vectors, unit))
+
+    def _batch(self, where: _Where, offset: Any, num: Any, vectors: int, unit: int, i: Any) -> None:
+        """Units i, i + threads, …: all loads first, so that they are in flight together."""
+        here = places(offset, num, i, self.shape.threads, vectors, unit)
         plain = Reduction(self.dtype, self.op, self.world_size, self.arch)
         wide = Reduction(partial_dtype(self.dtype, self.op), self.op, self.world_size, self.arch)
         mine = [load_vector(where.own + at, unit, semantics="relaxed", when=live) for at, live in here]

@@ -1,8 +1,8 @@
 """A world of ranks in one process on one GPU: a stream and a heap for each rank, kernels that spin on each other.
 
-All ranks' kernels must be on the device at once. So each has a share of the SMs (``num_sms``), and streams have hardware
-queues of their own, if the world is made before CUDA starts. And where two ranks run different kernels, both must have
-been loaded (``load``): CUDA loads a kernel when it is first launched, and may wait for what runs then.
+All ranks' kernels must be on the device at once. So each has a share of the SMs (``num_sms``), and streams have
+hardware queues of their own, if the world is made before CUDA starts. And where two ranks run different kernels, both
+must have been loaded (``load``): CUDA loads a kernel when it is first launched, and may wait for what runs then.
 """
 
 from __future__ import annotations

@@ -104,6 +104,20 @@ def send(ctx: Context, epoch: Any, peer: Any, cell: Any, words: Any) -> None:
 
 
 @cute.jit
+def exchange(
+    ctx: cutlass.Constexpr, cells: cutlass.Constexpr, epoch: Uint32, first: Int64, num_bytes: Int64,
+    own: cutlass.Constexpr,
+) -> Any:  # fmt: skip
+    """Sends the thread's cells, and receives (see ``receive``). ``own[k][hop]``: the words of the k-th for the rank
+    ``hop`` after this one."""
+    for k in cutlass.range_constexpr(cells.num):
+        if first + k * cells.row_bytes < num_bytes:
+            for hop in cutlass.range_constexpr(1, ctx.world_size):
+                send(ctx, epoch, ctx.neighbour(hop), k * cells.threads + thread(), own[k][hop])
+    return receive(ctx, cells, epoch, first, num_bytes, None)
+
+
+@cute.jit
 def receive(
     ctx: cutlass.Constexpr, cells: cutlass.Constexpr, epoch: Uint32, first: Int64, num_bytes: Int64, sender: Any
 ) -> Any:
@@ -160,6 +174,15 @@ def in_rank_order(ctx: Context, cells: Cells, own: Any, got: Any, k: int) -> lis
 def load_words(tensor: Any, at: Any, end: Any, cells: Cells) -> list[Any]:
     """A cell's words from byte ``at`` of the tensor on; undefined from byte ``end`` on."""
     return list(_load_words(tensor, at, end, cells))[: cells.num_words]
+
+
+def load_parts(ctx: Context, cells: Cells, tensor: Any, pitch: Any, at: Any, end: Any) -> list[list[Any]]:
+    """``load_words`` of the parts for this rank and the ones after it, which are ``pitch`` bytes apart; None: they are
+    one."""
+    if pitch is None:
+        return [load_words(tensor, at, end, cells)] * ctx.world_size
+    parts = [tensor + Int64(ctx.neighbour(hop)) * pitch for hop in range(ctx.world_size)]
+    return [load_words(part, at, end, cells) for part in parts]
 
 
 @cute.jit

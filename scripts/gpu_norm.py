@@ -48,7 +48,6 @@ from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.select_norm import Form, RowLaunch
 
 TOKENS = (1, 16, 64, 128, 512, 1024, 2048, 8192)
-SWEEP_TOKENS = (1, 16, 64, 128, 512, 1024, 8192)
 CTAS = (8, 16, 32, 64)
 PARTS = ("rows", "qk", "fused", "pdl", "overlap")
 LONE_PARTS = ("rows", "qk", "local")
@@ -97,7 +96,7 @@ def fused_table(
         refused["flashinfer"] = "not asked for (--flashinfer), or ranks share a GPU"
     if not rank.has_nccl:
         refused["nccl"] = "ranks share a GPU"
-    for tokens in TOKENS:
+    for tokens in arguments.tokens:
         problem, count = Problem(rank, tokens, hidden), tokens * hidden
         shape = chosen_shape(tokens, hidden, rank)
         name = shape_name(shape) if shape is not None else "no one kernel"
@@ -143,16 +142,16 @@ def fused_makers(
     return makers
 
 
-def sweep(rank: Rank, hidden: int, rounds: int, refused: dict[str, str]) -> dict[str, Any]:
+def sweep(rank: Rank, hidden: int, refused: dict[str, str], arguments: argparse.Namespace) -> dict[str, Any]:
     """Our fused kernels in every sensible shape."""
     found: dict[str, Any] = {}
-    for tokens in SWEEP_TOKENS:
+    for tokens in arguments.tokens:
         problem = Problem(rank, tokens, hidden)
         makers: dict[str, Callable[[], Case]] = {
             shape_name(shape): partial(fused, problem, shape)
             for shape in shapes_to_try(tokens, hidden, rank.world_size, num_sms())
         }
-        us = rank.measure(checked(f"{tokens} tokens", makers, problem, refused), rounds)
+        us = rank.measure(checked(f"{tokens} tokens", makers, problem, refused), max(3, arguments.rounds // 2))
         found[str(tokens)] = dict(sorted(us.items(), key=lambda item: item[1]))
         best = [f"{name}: {value:.2f}" for name, value in found[str(tokens)].items()]
         say("\n   ".join([f"{tokens} tokens:", *best[:8]]))
@@ -267,7 +266,7 @@ def measured(part: str, rank: Rank, refused: dict[str, str], arguments: argparse
         case "fused":
             return fused_table(rank, hidden, refused, arguments)
         case "sweep":
-            return sweep(rank, hidden, max(3, rounds // 3), refused)
+            return sweep(rank, hidden, refused, arguments)
         case "pdl":
             return pdl_table(rank, rounds)
         case "local":
@@ -287,6 +286,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=list(TOKENS))
     parser.add_argument("--parts", type=lambda text: text.split(","))
     parser.add_argument("--flashinfer", action="store_true")
     parser.add_argument("--many", action="store_true", help="more shapes of rows and qk")

@@ -362,18 +362,22 @@ def test_words_of_ones(dtype: DType) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 @DTYPES
 def test_accuracy(world_size: int, dtype: DType, form: Form) -> None:
-    """Closer to float64 than the separate steps in float32, in the mean square."""
+    """No further from float64 than the separate steps in float32, in the mean square of 64 rows and less. Of float32
+    both round alike, so which of them is nearer is chance: then the mean over rows may be three of its own standard
+    deviations above zero."""
     world = world_of(world_size)
     if form is Form.ll and dtype is not DTYPE_OF[world_size] and world_size == 4:
         pytest.skip("the staged kernels are the same but for how rows come together")
-    rows, ours, theirs = world.num_sms // 8, 0.0, 0.0
+    rows, worse = world.num_sms // 8, []
     for seed in range(8):
         problem = Problem(dtype, rows, 4096, world_size, seed, with_bias=True)
         shape = (ll_shapes(world, rows) if form is Form.ll else staged_shapes(world, rows, dtype))[0]
         output, exact = exchange(world, problem, shape)[0].output, problem.exact
-        ours += float((output.double() - exact).square().mean())
-        theirs += float((problem.separately.double() - exact).square().mean())
-    assert ours <= theirs, (ours, theirs)
+        ours, theirs = ((y.double() - exact).square().mean(-1) for y in (output, problem.separately))
+        worse.append(ours - theirs)
+    by_row = torch.cat(worse)
+    margin = 3 * float(by_row.std()) / len(by_row) ** 0.5 if dtype is DType.float32 else 0.0
+    assert float(by_row.mean()) <= margin, (float(by_row.mean()), margin)
 
 
 @dataclass

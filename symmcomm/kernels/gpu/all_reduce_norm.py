@@ -1,6 +1,6 @@
 """All-reduce or reduce-scatter of many rows, residual and RMSNorm in one kernel, of any tensors.
 
-Formulas in ``norm_row``; slots, signals and when a slot may be filled again in ``staged``. A chunk is ``rows``
+Formulas in ``norm_row``; slots, signals and when a slot may be filled again: ``staged``. A chunk is ``rows``
 neighbouring rows, one for each team of the CTA, or one of several ``pieces`` of a row that is longer than a slot. A
 rank pushes its rows into all peers' staging memory, adds up what they have pushed and its own in rank order, adds the
 residual, and norms: so all ranks come to the same bits. That is one shot, which sends world_size - 1 times the data:
@@ -9,11 +9,12 @@ between two ranks as much as any all-reduce must send, and nothing has to be sen
 With ``scatter`` rank r gets rows r · c up to (r + 1) · c of the sum, c = ⌈rows / world_size⌉, and only those are sent
 to it. Rows that are missing in the last parts have chunks of nothing: all ranks have the same number.
 
-The steps are those of ``staged``, in another order: take chunk k, hear of chunk k + 1, signal chunk k + AHEAD, push
-chunk k + 1 + AHEAD. Each still comes after what it needs: a push of chunk j after signal j - AHEAD was heard, signal j
-after chunk j - AHEAD was taken. And signal j awaits signal j - 1 and none later: so no ranks wait for each other. What
-it gains: a signal is sent when everything before it has arrived, and the warp that sends it waits for that; but no
-barrier lies between the signal and the next push, whose words the other warps hold already. So the link has work.
+The steps are those of ``staged``, in another order. Step k: push chunk k + AHEAD, take chunk k, hear of chunk k + 1,
+signal chunk k + AHEAD. Each still comes after what it needs: a push of chunk j after signal j - AHEAD was heard, signal
+j after chunk j - AHEAD was taken. And signal j awaits signal j - 1 and none later: so no ranks wait for each other.
+What it gains: a signal is sent when everything before it has arrived, and the warp that sends it waits for that; but
+no barrier lies between the signal and the next push. What a step pushes and takes is loaded before that signal, so that
+the other warps have it at hand: the link has work, and what comes by it is not waited for behind the stores.
 
 Outputs may be the inputs: a row has been pushed before it is written, and is read by the threads that write it.
 """
@@ -40,19 +41,19 @@ from symmcomm.kernels.gpu.norm_row import (
     placeholders,
 )
 from symmcomm.kernels.gpu.primitives import pick, store
-from symmcomm.kernels.gpu.staged import hear, start
+from symmcomm.kernels.gpu.staged import hear
 from symmcomm.kernels.gpu.team import Team
 from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.layout_gpu import AHEAD, Layout
 
+_WEIGHTS = 4  # vectors that registers hold beside a row
 Words = list[list[Any]]
 """A thread's vectors, each four words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowExchange:
-    """The job of the pipeline (``staged.Job``), and what becomes of the rows that have come. A thread has the same
-    vectors of each row, ``vectors`` of a piece."""
+    """The rows on their way. A thread has the same vectors of each row, ``vectors`` of a piece."""
 
     ctx: Context
     rows: Rows
@@ -60,10 +61,6 @@ class RowExchange:
     pieces: int
     vectors: int
     scatter: bool
-
-    @property
-    def threads(self) -> int:
-        return self.rows.team.threads * self.num_teams
 
     @property
     def part_rows(self) -> Any:
@@ -112,10 +109,6 @@ class RowExchange:
         given = self.rows.arguments
         return self.load(given.source, given.source_pitch, *self.row_of(hop, turn), piece)
 
-    def push(self, chunk: Any, number: Any, team: Any) -> None:
-        """Sends the chunk to all peers; all threads of the CTA do."""
-        self.send(self.fetch(chunk), chunk, number)
-
     def fetch(self, chunk: Any) -> Words:
         """The thread's vectors of a chunk for the peers; zeros where there is none."""
         turn, piece = chunk // self.pieces, chunk % self.pieces
@@ -132,64 +125,71 @@ class RowExchange:
                 here = exists & self.rows.access.inside(index)
                 store(slot + Int64(place) * VECTOR_BYTES, fetched[first + v], when=here)
 
-    def receive(self, turn: Any, piece: int, number: Any) -> tuple[list[Words], Words]:
-        """The thread's vectors of a piece of the team's row from all ranks, in rank order, and of its residual."""
-        ctx, given = self.ctx, self.rows.arguments
+    def receive(self, turn: Any, piece: int, number: Any) -> Words:
+        """The thread's vectors of a piece of the team's row: of this rank, of its residual, and of ``ctx.senders``."""
+        ctx, given, loaded = self.ctx, self.rows.arguments, self.source(0, turn, piece)
         _, exists = self.row_of(0, turn)
-        own = self.source(0, turn, piece)
-        old = self.load(given.residual, given.residual_pitch, self.row(turn), exists, piece)
-        slots = [ctx.staging_slot(ctx.rank, block(), number, peer) for peer in ctx.senders]
-        loaded = []
-        for mine, (index, place) in zip(own, self.places(piece), strict=True):
-            here, at = exists & self.rows.access.inside(index), Int64(place) * VECTOR_BYTES
-            came = [
-                load_or_zero(slot + at, VECTOR_BYTES, here & (peer != ctx.rank), "relaxed")
-                for slot, peer in zip(slots, ctx.senders, strict=True)
-            ]
-            loaded.append(ctx.in_rank_order(mine, came))
-        return loaded, old
+        loaded += self.load(given.residual, given.residual_pitch, self.row(turn), exists, piece)
+        for peer in ctx.senders:
+            slot = ctx.staging_slot(ctx.rank, block(), number, peer)
+            for index, place in self.places(piece):
+                here = exists & self.rows.access.inside(index) & (peer != ctx.rank)
+                loaded.append(load_or_zero(slot + Int64(place) * VECTOR_BYTES, VECTOR_BYTES, here, "relaxed"))
+        return loaded
 
-    def add(self, turn: Any, piece: int, loaded: list[Words], old: Words) -> list[list[Any]]:
-        """The values t of the thread's vectors of a piece; the new residual is stored."""
-        given, math = self.rows.arguments, self.rows.math
+    def add(self, turn: Any, piece: int, loaded: Words) -> list[list[Any]]:
+        """The values t of the thread's vectors of a piece, from what ``receive`` gave; the new residual is stored."""
+        given, math, num = self.rows.arguments, self.rows.math, self.vectors
         _, exists = self.row_of(0, turn)
         new, values = given.new_residual + Int64(self.row(turn)) * given.new_residual_pitch, []
-        for (index, _), ranks, residual in zip(self.places(piece), loaded, old, strict=True):
-            added, rounded = math.add_residual(math.sum_of(ranks), residual)
+        for v, (index, _) in enumerate(self.places(piece)):
+            ranks = self.ctx.in_rank_order(loaded[v], loaded[2 * num + v :: num])
+            added, rounded = math.add_residual(math.sum_of(ranks), loaded[num + v])
             self.rows.access.store(new, index, rounded, exists)
             values.append(added)
         return values
 
     def write(self, values: list[list[Any]], turn: Any) -> None:
-        """Norms and stores the team's row."""
-        given, row = self.rows.arguments, Int64(self.row(turn))
+        """Norms and stores the team's row. The weight is loaded before the sum is known: what is acquired empties the
+        L1 cache, so it comes from the L2."""
+        given, row, indices = self.rows.arguments, Int64(self.row(turn)), self.rows.indices
         _, exists = self.row_of(0, turn)
         output, scale = given.output + row * given.output_pitch, given.scales + row * 4
-        self.rows.write(values, exists, turn * self.rows.turns, [output], [scale])
+        weights = self.rows.weights(indices) if self.rows.held is None and len(indices) <= _WEIGHTS else None
+        self.rows.write(values, exists, turn * self.rows.turns, [output], [scale], weights=weights)
+
+    def registers(self, num: int, kind: Any = Uint32) -> Any:
+        """That many, which last from one step of a loop to the next."""
+        return cute.make_rmem_tensor((max(1, num),), kind)
 
     @cute.jit
-    def run(self, epoch: Uint32, turns: Int32) -> None:
-        """All chunks, after ``staged.start``."""
+    def run(self, epoch: Uint32, turns: Int32, outgoing: cutlass.Constexpr) -> None:
+        """All chunks. ``outgoing``: registers that hold what ``fetch`` gives of the first."""
         size, num = self.rows.math.per_vector * self.vectors, len(self.outgoing) * self.vectors
-        kept = cute.make_rmem_tensor((self.pieces * size,), Float32)
-        held = cute.make_rmem_tensor((max(1, num) * 4,), Uint32)
-        total = turns * self.pieces
-        keep(held, self.fetch(Int32(AHEAD)))
+        num_in = (2 + len(self.ctx.senders)) * self.vectors
+        values, incoming = self.registers(self.pieces * size, Float32), self.registers(4 * num_in)
+        chunk, total = Int32(0), turns * self.pieces
+        while chunk < AHEAD and chunk < total:
+            self.send(kept_in(outgoing, num, 4), chunk, epoch + Uint32(chunk))
+            keep(outgoing, self.fetch(chunk + 1))
+            arrive(self.ctx, block(), epoch + 1 + Uint32(chunk))
+            chunk += 1
         turn, met = Int32(0), hear(self.ctx, epoch, Int32(0))
+        keep(incoming, self.receive(turn, 0, epoch))
         while turn < turns and met:
             for piece in cutlass.range_constexpr(self.pieces):
                 chunk = turn * self.pieces + piece
                 later = chunk + AHEAD
                 if met:
-                    # Loads first: stores to peers may queue up before them.
-                    loaded, old = self.receive(turn, piece, epoch + Uint32(chunk))
-                    self.send(kept_in(held, num, 4), later, epoch + Uint32(later))
-                    keep(kept, self.add(turn, piece, loaded, old), piece * size)
+                    self.send(kept_in(outgoing, num, 4), later, epoch + Uint32(later))
+                    keep(values, self.add(turn, piece, kept_in(incoming, num_in, 4)), piece * size)
                     if cutlass.const_expr(piece == self.pieces - 1):
-                        self.write(kept_in(kept, self.pieces * self.vectors, self.rows.math.per_vector), turn)
-                    keep(held, self.fetch(later + 1))
+                        self.write(kept_in(values, self.pieces * self.vectors, self.rows.math.per_vector), turn)
+                    keep(outgoing, self.fetch(later + 1))
                     if chunk + 1 < total:
                         met = hear(self.ctx, epoch, chunk + 1)
+                    following = turn + (piece + 1) // self.pieces
+                    keep(incoming, self.receive(following, (piece + 1) % self.pieces, epoch + Uint32(chunk + 1)))
                     if met and later < total:
                         arrive(self.ctx, block(), epoch + 1 + Uint32(later))
             turn += 1
@@ -255,10 +255,11 @@ class AllReduceNormStaged:
         job = RowExchange(
             ctx=ctx, rows=rows, num_teams=self.rows, pieces=self.pieces, vectors=self.vectors, scatter=self.scatter
         )
+        outgoing = job.registers(4 * len(job.outgoing) * self.vectors)
         after_previous_kernel(self.pdl)
+        keep(outgoing, job.fetch(Int32(0)))
         in_order, epoch = begin(ctx, block())
         turns = job.turns
         if in_order and turns > 0:
-            start(ctx, epoch, turns * self.pieces, job)
-            job.run(epoch, turns)
+            job.run(epoch, turns, outgoing)
             end(ctx, block(), epoch + Uint32(turns * self.pieces))

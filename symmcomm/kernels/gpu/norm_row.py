@@ -251,15 +251,17 @@ class Rows:
 
     def write(
         self, values: list[list[Any]], live: Any, turn: Any, outputs: list[Any], scales: list[Any],
-        multicast: Any = None,
+        multicast: Any = None, weights: list[list[Any]] | None = None,
     ) -> None:  # fmt: skip
         """Norms the row whose vectors have the values t. ``outputs``: where it goes; ``scales``: where its scale goes;
-        ``multicast``: the multicast address that stands for all outputs, of aligned rows. All of the team call it."""
+        ``multicast``: the multicast address that stands for all outputs, of aligned rows; ``weights``: what the method
+        of that name gives, if the caller has it. All of the team call it."""
+        weights = weights or self.held
         squares = tree([tree([t * t for t in vector], add) for vector in values], add)
         inverse = inverse_root(self.team.combine(squares, add, turn), self.arguments.hidden, self.arguments.eps)
         scaled = []
         for v, (i, vector) in enumerate(zip(self.indices, values, strict=True)):
-            words = [w[4 * v : 4 * v + 4] for w in self.held] if self.held else self.weights([i])
+            words = [w[4 * v : 4 * v + 4] for w in weights] if weights else self.weights([i])
             scaled.append(self.math.normalised(vector, inverse, words, self.arguments.weight_bias))
             if not self.math.quantize:
                 self._store(i, self.math.narrow(scaled[v]), live, outputs, multicast)

@@ -262,7 +262,8 @@ def shapes_to_try(tokens: int, hidden: int, world_size: int, num_sms: int) -> li
     for unroll in (1, 2, 4):
         threads = vectors // unroll
         for rows in (1, 2, 4):
-            fits = threads * rows <= 1024 and threads * rows * unroll <= layout.staging_slot_bytes // 16
+            fits = threads * rows <= (1024 if unroll == 1 else 512)  # more have too few registers each
+            fits = fits and threads * rows * unroll <= layout.staging_slot_bytes // 16
             for grid in (64, 96, 128) if fits and tokens >= 64 else ():
                 if rows == 1 or tokens >= rows * grid:
                     grid = min(grid, -(-tokens // rows))

@@ -29,6 +29,8 @@ _MAX_PREPARED = 4096  # kernels kept with their grids; sizes that never come aga
 _PDL_FROM = 90
 Prepared = tuple[Callable[..., None], int]
 """A compiled kernel and its grid."""
+_choose_all_reduce = lru_cache(maxsize=_MAX_PREPARED)(select_norm.choose_all_reduce_norm)
+_choose_reduce_scatter = lru_cache(maxsize=_MAX_PREPARED)(select_norm.choose_reduce_scatter_norm)
 
 
 @lru_cache(maxsize=64)
@@ -135,7 +137,7 @@ def all_reduce(gpu: GpuCollectives, call: Call) -> None:
     places = [_offset(gpu, call, tensor) for tensor in (call.input, call.new_residual, call.out)]
     places += [_offset(gpu, call, call.scales)] if call.scales is not None else []
     facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, gpu.num_sms)
-    shape = select_norm.choose_all_reduce_norm(*facts, gpu.arch_number, min(places) >= 0)
+    shape = _choose_all_reduce(*facts, gpu.arch_number, min(places) >= 0)
     if shape is None:
         return _norm_then_gather(gpu, call, gpu.num_sms, True, True)
     zeros = _without_residual(call) if task.residual == 0 else None
@@ -159,7 +161,7 @@ def reduce_scatter(gpu: GpuCollectives, call: Call, max_ctas: int) -> None:
     if task.rows == 0:
         return gpu.check()
     facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, min(gpu.num_sms, max_ctas))
-    shape = select_norm.choose_reduce_scatter_norm(*facts, gpu.arch_number)
+    shape = _choose_reduce_scatter(*facts, gpu.arch_number)
     if shape is None:
         return _reduce_scatter_then_norm(gpu, call, max_ctas)
     zeros = _without_residual(call) if task.residual == 0 else None

@@ -47,7 +47,7 @@ def parse(op: dist.ReduceOp, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     tensors that of their parts."""
     name = NAMES.get(hash(op))
     if name is not None:
-        return name, parts(tensor) if name in ("sum", "avg") else tensor
+        return name, parts(tensor) if tensor.is_complex() and name in ("sum", "avg") else tensor
     if op != dist.ReduceOp.PREMUL_SUM:  # type: ignore[comparison-overlap]  # they compare by kind
         raise ArgumentError(f"op={op} is no reduction; known are {', '.join(_REDUCTIONS.values())}, PREMUL_SUM")
     if not (tensor.is_floating_point() or tensor.is_complex()):

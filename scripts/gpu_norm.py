@@ -1,16 +1,19 @@
 """Norms on GPUs, alone and fused with collectives, beside NCCL and torch, in one run; a table, and JSON to $OUT.
 
-    PYTHONPATH=. python scripts/gpu_norm.py                                 two processes, one GPU each
-    PYTHONPATH=. python scripts/gpu_norm.py --world-size 1 --parts norm     one GPU is enough
+    PYTHONPATH=. python scripts/gpu_norm.py                    two processes, one GPU each
+    PYTHONPATH=. python scripts/gpu_norm.py --world-size 1     one process, one GPU: rows, qk and local
 
 bf16, hidden size 8192 unless ``--hidden`` says otherwise; timed as ``symmcomm bench`` does. ``--parts``:
 
+    rows     RMSNorm beside a copy of the same bytes
+    qk       QK-norm beside two RMSNorms
     fused    all-reduce, add, RMSNorm by one kernel, beside NCCL's all-reduce followed by torch.compile'd add and norm,
-             flashinfer's kernel, and our all-reduce alone; and TokenWeave's form with few CTAs
-    sweep    our kernels in many shapes, to set schedule/select_norm.py by (not unless asked for)
-    norm     RMSNorm beside a copy of the same bytes; QK-norm beside two RMSNorms
+             flashinfer's kernel if ``--flashinfer`` asks for it (it compiles for minutes before its first use), and our
+             all-reduce alone, of symmetric and of ordinary tensors; and TokenWeave's form with few CTAs
     pdl      matrix product, fused norm, matrix product: with and without programmatic dependent launch
     overlap  two halves of a batch: one in a matrix product, the other in the fused kernel on few CTAs
+    sweep    our kernels in many shapes, to set schedule/select_norm.py by (not unless asked for)
+    local    fused norms of two ranks that share one GPU (in a world of one)
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,17 +29,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_norm_alone import local_table, qk_table, rounded, rows_table, say
 from gpu_norm_cases import (
     BF16,
     Case,
     FlashInfer,
     Problem,
-    are_close,
     direct,
     fused,
-    norm_alone,
-    qk_norm,
-    rms_norm,
     separate,
     shape_name,
     shapes_to_try,
@@ -44,14 +45,13 @@ from gpu_ranks import Call, Rank, capability, num_sms, on_gpus
 
 from symmcomm.schedule import select_norm
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.select_norm import RowLaunch
+from symmcomm.schedule.select_norm import Form, RowLaunch
 
-TOKENS = (1, 16, 64, 128, 512, 1024, 8192)
-SWEEP_TOKENS = (1, 16, 64)
+TOKENS = (1, 16, 64, 128, 512, 1024, 2048, 8192)
+SWEEP_TOKENS = (1, 16, 64, 128, 512, 1024, 8192)
 CTAS = (8, 16, 32, 64)
-PARTS = ("norm", "fused", "pdl", "overlap")
-
-say: Callable[..., None] = print
+PARTS = ("rows", "qk", "fused", "pdl", "overlap")
+LONE_PARTS = ("rows", "qk", "local")
 
 
 def checked(
@@ -77,51 +77,70 @@ def checked(
     return calls
 
 
-def chosen_shape(tokens: int, hidden: int, rank: Rank) -> RowLaunch | None:
-    """None: there is no one kernel for so many rows."""
-    _, arch = capability()
-    return select_norm.choose_all_reduce_norm(tokens, hidden, DType.bfloat16, rank.world_size, num_sms(), arch)
+def chosen_shape(tokens: int, hidden: int, rank: Rank, scatter: bool = False) -> RowLaunch | None:
+    """None: there is no one kernel for it."""
+    choose = select_norm.choose_reduce_scatter_norm if scatter else select_norm.choose_all_reduce_norm
+    return choose(tokens, hidden, DType.bfloat16, rank.world_size, num_sms(), capability()[1])
 
 
-def fused_table(rank: Rank, hidden: int, rounds: int, refused: dict[str, str], eager: bool) -> list[dict[str, Any]]:
+def fused_table(
+    rank: Rank, hidden: int, refused: dict[str, str], arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Fused beside separate, by tokens."""
     rows, theirs = [], None
-    try:
-        theirs = FlashInfer(rank, 1024, hidden) if rank.has_nccl else None
-    except Exception as error:  # whatever it is: the others are measured
-        refused["flashinfer"] = f"{type(error).__name__}: {error}"[:300]
+    if arguments.flashinfer and rank.has_nccl:
+        try:
+            theirs = FlashInfer(rank, 1024, hidden)
+        except Exception as error:  # whatever it is: the others are measured
+            refused["flashinfer"] = f"{type(error).__name__}: {error}"[:300]
+    else:
+        refused["flashinfer"] = "not asked for (--flashinfer), or ranks share a GPU"
+    if not rank.has_nccl:
+        refused["nccl"] = "ranks share a GPU"
     for tokens in TOKENS:
-        problem = Problem(rank, tokens, hidden)
-        shape, part = chosen_shape(tokens, hidden, rank), select_norm.part_rows(tokens, rank.world_size)
-        scattered = select_norm.choose_reduce_scatter_norm(
-            tokens, hidden, DType.bfloat16, rank.world_size, num_sms(), capability()[1]
-        )
-        makers: dict[str, Callable[[], Case]] = {}
-        if rank.has_nccl:
-            makers["nccl"] = partial(separate, problem, not eager)
-        if shape is not None:
-            makers |= {"fused": partial(fused, problem, shape), "fused_pdl": partial(fused, problem, shape, pdl=True)}
-        if scattered is not None:
-            makers["reduce_scatter_norm"] = partial(fused, problem, scattered, scatter=True)
-        if theirs is not None and tokens <= theirs.most_tokens:
-            for oneshot in (True, False) if tokens > rank.world_size else (True,):
-                for pdl in (False, True):
-                    name = f"flashinfer {'one' if oneshot else 'two'}-shot{' pdl' * pdl}"
-                    makers[name] = partial(theirs.case, problem, oneshot, pdl)
-        for ctas in CTAS if tokens >= 128 else ():
-            few = select_norm.direct_shape(part, hidden, DType.bfloat16, rank.world_size, num_sms(), ctas)
-            makers[f"weave_{ctas}"] = partial(direct, problem, few)
-        calls = checked(f"{tokens} tokens", makers, problem, refused)
-        tensor = rank.comm.empty(tokens * hidden, dtype=BF16, device=rank.heap.device).zero_()
-        calls["all_reduce"] = partial(rank.comm.all_reduce, tensor)
-        us = rank.measure(calls, rounds)
-        rank.comm.free(tensor)
+        problem, count = Problem(rank, tokens, hidden), tokens * hidden
+        shape = chosen_shape(tokens, hidden, rank)
         name = shape_name(shape) if shape is not None else "no one kernel"
+        makers = fused_makers(problem, shape, theirs, not arguments.eager)
+        calls = checked(f"{tokens} tokens", makers, problem, refused)
+        inside = rank.comm.empty(count, dtype=BF16, device=rank.heap.device).zero_()
+        calls["all_reduce"] = partial(rank.comm.all_reduce, inside)
+        calls["all_reduce ordinary"] = partial(rank.comm.all_reduce, torch.zeros_like(inside))
+        us = rank.measure(calls, arguments.rounds)
+        rank.comm.free(inside)
         rows.append({"tokens": tokens, "shape": name, "us": us})
-        say(tokens, name, {name: round(value, 2) for name, value in us.items()}, flush=True)
+        say(tokens, name, rounded(us))
         del calls, makers, problem
         torch.cuda.empty_cache()
     return rows
+
+
+def fused_makers(
+    problem: Problem, shape: RowLaunch | None, theirs: FlashInfer | None, compile_: bool
+) -> dict[str, Callable[[], Case]]:
+    """Everybody's fused norms of that many rows."""
+    rank, tokens, hidden = problem.rank, problem.tokens, problem.hidden
+    makers: dict[str, Callable[[], Case]] = {}
+    if rank.has_nccl:
+        makers["nccl"] = partial(separate, problem, compile_)
+    if shape is not None:
+        makers |= {"fused": partial(fused, problem, shape), "fused pdl": partial(fused, problem, shape, pdl=True)}
+    staged = select_norm.staged_shape(tokens, hidden, DType.bfloat16, rank.world_size, num_sms())
+    if shape is not None and shape.form is Form.ll and tokens >= 64 and staged is not None:
+        makers["fused staged"] = partial(fused, problem, staged)
+    scattered = chosen_shape(tokens, hidden, rank, True)
+    if scattered is not None:
+        makers["reduce_scatter_norm"] = partial(fused, problem, scattered, scatter=True)
+    if theirs is not None and tokens <= theirs.most_tokens:
+        for oneshot in (True, False) if tokens > rank.world_size else (True,):
+            for pdl in (False, True):
+                name = f"flashinfer {'one' if oneshot else 'two'}-shot{' pdl' * pdl}"
+                makers[name] = partial(theirs.case, problem, oneshot, pdl)
+    part = select_norm.part_rows(tokens, rank.world_size)
+    for ctas in CTAS if tokens >= 128 else ():
+        few = select_norm.direct_shape(part, hidden, DType.bfloat16, rank.world_size, num_sms(), ctas)
+        makers[f"weave {ctas}"] = partial(direct, problem, few)
+    return makers
 
 
 def sweep(rank: Rank, hidden: int, rounds: int, refused: dict[str, str]) -> dict[str, Any]:
@@ -136,66 +155,10 @@ def sweep(rank: Rank, hidden: int, rounds: int, refused: dict[str, str]) -> dict
         us = rank.measure(checked(f"{tokens} tokens", makers, problem, refused), rounds)
         found[str(tokens)] = dict(sorted(us.items(), key=lambda item: item[1]))
         best = [f"{name}: {value:.2f}" for name, value in found[str(tokens)].items()]
-        say(f"{tokens} tokens:", *best[:8], sep="\n   ", flush=True)
+        say("\n   ".join([f"{tokens} tokens:", *best[:8]]))
         del makers, problem
         torch.cuda.empty_cache()
     return found
-
-
-def norm_table(rank: Rank, rounds: int, many: bool) -> dict[str, Any]:
-    """RMSNorm beside a copy, QK-norm beside RMSNorm."""
-    rows = hidden = 8192
-    source = torch.randn(rows, hidden, device=rank.heap.device, dtype=torch.float32).to(BF16)
-    output, weight = torch.empty_like(source), torch.randn(hidden, device=source.device).to(BF16)
-    shapes = [select_norm.norm_shape(rows, hidden, DType.bfloat16, num_sms())]
-    if many:
-        for threads in (128, 256, 512, 1024):
-            for grid in (rows, 2 * num_sms(), 4 * num_sms(), 8 * num_sms()):
-                shapes.append(RowLaunch(form=None, grid=grid, threads=threads, unroll=1024 // threads))
-    calls: dict[str, Call] = {"copy": lambda: output.copy_(source)}
-    for shape in shapes:
-        call = norm_alone(rows, hidden, shape, source, output, weight)
-        call()
-        torch.cuda.synchronize()
-        close = are_close(output, rms_norm(source, weight))
-        if all(rank.gather(close)):
-            calls[shape_name(shape)] = call
-        else:
-            say("WRONG: RMSNorm", shape_name(shape))
-    us = rank.measure(calls, rounds)
-    best = shape_name(shapes[0])
-    found: dict[str, Any] = {"chosen": best, "us": us, "of copy": us["copy"] / us[best]}
-    say("RMSNorm 8192×8192:", {name: round(value, 1) for name, value in us.items()}, flush=True)
-    for tokens in (1, 16, 64, 256):
-        found[f"qk {tokens}"] = qk_figures(rank, tokens, rounds)
-    return found
-
-
-def qk_figures(rank: Rank, tokens: int, rounds: int) -> dict[str, float]:
-    """32 query heads and 8 key heads of 128."""
-    device, head_dim = rank.heap.device, 128
-    query, key = (torch.randn(tokens, heads, head_dim, device=device).to(BF16) for heads in (32, 8))
-    weight = torch.randn(head_dim, device=device).to(BF16)
-    outputs = (torch.zeros_like(query), torch.zeros_like(key))
-    general = []
-    for tensor in (query, key):
-        heads = tensor.shape[0] * tensor.shape[1]
-        shape = select_norm.norm_shape(heads, head_dim, DType.bfloat16, num_sms())
-        general.append(norm_alone(heads, head_dim, shape, tensor, torch.empty_like(tensor), weight))
-    calls: dict[str, Call] = {"two RMSNorms": lambda: [call() for call in general]}
-    for heads in (0, 1, 2, 4):
-        call = qk_norm(query, key, weight, outputs, heads, num_sms())
-        call()
-        torch.cuda.synchronize()
-        pairs = zip((query, key), outputs, strict=True)
-        close = all(are_close(y, rms_norm(x, weight)) for x, y in pairs)
-        if all(rank.gather(close)):
-            calls[f"QK-norm of {heads}" if heads else "QK-norm"] = call
-        else:
-            say("WRONG: QK-norm", heads)
-    us = rank.measure(calls, rounds)
-    say(f"QK-norm {tokens} tokens:", {name: round(value, 2) for name, value in us.items()}, flush=True)
-    return us
 
 
 def pdl_table(rank: Rank, rounds: int) -> dict[str, Any]:
@@ -218,7 +181,7 @@ def pdl_table(rank: Rank, rounds: int) -> dict[str, Any]:
             calls["with pdl" if pdl else "without"] = block
             calls["norm alone, pdl" if pdl else "norm alone"] = case.call
         found[str(tokens)] = us = rank.measure(calls, rounds)
-        say(f"PDL {tokens} tokens:", {name: round(value, 2) for name, value in us.items()}, flush=True)
+        say(f"PDL {tokens} tokens:", rounded(us))
     return found
 
 
@@ -273,35 +236,43 @@ def overlap_table(rank: Rank, rounds: int) -> dict[str, Any]:
         us = rank.measure(calls, rounds)
         us["hidden"] = (us["in turn"] - us["side by side"]) / (us["in turn"] - us["products"])
         found[f"{tokens} tokens a half, {ctas} CTAs"] = us
-        say(f"overlap {tokens} x2, {ctas} CTAs:", {name: round(value, 2) for name, value in us.items()}, flush=True)
+        say(f"overlap {tokens} x2, {ctas} CTAs:", rounded(us))
     return found
 
 
 def run(arguments: argparse.Namespace) -> None:
     """One rank."""
-    global say
     rank = Rank.join(2 * max(TOKENS) * arguments.hidden * 2)
-    if rank.rank:
-        say = lambda *_, **__: None
     refused: dict[str, str] = {}
     report: dict[str, Any] = {"hidden": arguments.hidden, "refused": refused, "eager": arguments.eager}
-    rounds = arguments.rounds
     for part in arguments.parts:
-        if part == "sweep":
-            report["sweep"] = sweep(rank, arguments.hidden, max(3, rounds // 3), refused)
-        elif part == "fused":
-            report["fused"] = fused_table(rank, arguments.hidden, rounds, refused, arguments.eager)
-        elif part == "norm":
-            report["norm"] = norm_table(rank, rounds, "sweep" in arguments.parts)
-        elif part == "pdl":
-            report["pdl"] = pdl_table(rank, rounds)
-        else:
-            report["overlap"] = overlap_table(rank, rounds)
+        start = time.monotonic()
+        report[part] = measured(part, rank, refused, arguments)
+        say(f"({part}: {time.monotonic() - start:.0f} s)")
         if rank.rank == 0:
             write(report, rank.world_size)
     if refused:
         say("not timed:", json.dumps(refused, indent=1))
     rank.close()
+
+
+def measured(part: str, rank: Rank, refused: dict[str, str], arguments: argparse.Namespace) -> Any:
+    """One part of the report."""
+    hidden, rounds, many = arguments.hidden, arguments.rounds, arguments.many
+    match part:
+        case "rows":
+            return rows_table(rank, rounds, many)
+        case "qk":
+            return qk_table(rank, rounds, many)
+        case "fused":
+            return fused_table(rank, hidden, refused, arguments)
+        case "sweep":
+            return sweep(rank, hidden, max(3, rounds // 3), refused)
+        case "pdl":
+            return pdl_table(rank, rounds)
+        case "local":
+            return local_table(hidden, rounds)
+    return overlap_table(rank, rounds)
 
 
 def write(report: dict[str, Any], world_size: int) -> None:
@@ -316,9 +287,16 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--parts", type=lambda text: text.split(","))
+    parser.add_argument("--flashinfer", action="store_true")
+    parser.add_argument("--many", action="store_true", help="more shapes of rows and qk")
     parser.add_argument("--eager", action="store_true", help="the separate norm without torch.compile")
     arguments = parser.parse_args()
+    possible = LONE_PARTS if arguments.world_size == 1 else (*PARTS, "sweep")
+    arguments.parts = arguments.parts or list(LONE_PARTS if arguments.world_size == 1 else PARTS)
+    if not set(arguments.parts) <= set(possible):
+        raise SystemExit(f"parts of a world of {arguments.world_size}: {', '.join(possible)}")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # for ranks that share a GPU
     on_gpus(run, arguments.world_size, arguments)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -45,9 +45,8 @@ def add_and_norm(total: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tenso
 
 @cache
 def compiled_add_and_norm() -> Callable[..., tuple[Tensor, Tensor]]:
-    """By torch.compile, for each shape."""
-    torch._dynamo.config.cache_size_limit = 64
-    made: Callable[..., tuple[Tensor, Tensor]] = torch.compile(add_and_norm, dynamic=False)
+    """By torch.compile, once for any number of rows from two on."""
+    made: Callable[..., tuple[Tensor, Tensor]] = torch.compile(add_and_norm)
     return made
 
 
@@ -94,22 +93,28 @@ class Case:
     residual: Tensor
     rounds_as_we_do: bool = True
 
+    def rows_of(self, problem: Problem) -> slice:
+        """That this rank has of the residual."""
+        return slice(None) if len(self.residual) == problem.tokens else problem.part()
+
+    def came_right(self, problem: Problem) -> bool:
+        """Whether the call has left what it must; peers round in between."""
+        output, new = problem.expected()
+        rows, part = slice(None) if len(self.output) == problem.tokens else problem.part(), self.rows_of(problem)
+        right = are_close(self.output, output[rows], 0.0 if self.rounds_as_we_do else 2**-4)
+        if self.rounds_as_we_do:
+            return right and torch.equal(self.new_residual, new[part])
+        return right and are_close(self.new_residual, new[part], 2**-4)
+
     def is_right(self, problem: Problem, meet: Callable[[], None]) -> bool:
-        """One call, compared; peers round in between. Collective."""
+        """One call, compared. Collective."""
         self.source.copy_(problem.sources[problem.rank.rank])
-        part = slice(None) if len(self.residual) == problem.tokens else problem.part()
-        self.residual.copy_(problem.residual[part])
+        self.residual.copy_(problem.residual[self.rows_of(problem)])
         torch.cuda.synchronize()
         meet()
         self.call()
         torch.cuda.synchronize()
-        output, new = problem.expected()
-        rows = slice(None) if len(self.output) == problem.tokens else problem.part()
-        right = are_close(self.output, output[rows], 0.0 if self.rounds_as_we_do else 2**-4)
-        if self.rounds_as_we_do:
-            right = right and torch.equal(self.new_residual, new[part])
-        else:
-            right = right and are_close(self.new_residual, new[part], 2**-4)
+        right = self.came_right(problem)
         meet()
         for tensor in (self.source, self.residual):
             tensor.zero_()
@@ -164,6 +169,9 @@ def separate(problem: Problem, compile_: bool) -> Case:
     source, residual = torch.zeros_like(problem.sources[0]), torch.zeros_like(problem.residual)
     output, new, weight = torch.zeros_like(source), torch.zeros_like(source), problem.weight.clone()
     function = compiled_add_and_norm() if compile_ else add_and_norm
+    if compile_ and problem.tokens > 1:
+        for tensor in (source, residual):
+            torch._dynamo.mark_dynamic(tensor, 0)  # type: ignore[attr-defined]
     found: list[Tensor] = [output, new]
 
     def call() -> None:
@@ -208,10 +216,12 @@ class FlashInfer:
         return Case(call, source, output, new, residual, rounds_as_we_do=False)
 
 
-def norm_alone(rows: int, hidden: int, shape: RowLaunch, source: Tensor, output: Tensor, weight: Tensor) -> Call:
+def norm_alone(
+    rows: int, hidden: int, shape: RowLaunch, source: Tensor, output: Tensor, weight: Tensor, pdl: bool = False
+) -> Call:
     """RMSNorm of dense bf16 rows."""
     arch, number = capability()
-    kernel = norm_instances.rms_norm(shape, DType.bfloat16, number, aligned=True)
+    kernel = norm_instances.rms_norm(shape, DType.bfloat16, number, aligned=True, pdl=pdl)
     pitch: Any = hidden * 2
     given: list[Any] = [source.data_ptr(), pitch, 0, 0, 0, 0, output.data_ptr(), pitch, 0, weight.data_ptr(), 0]
     whole: Any = NormArguments(*given, rows, hidden, EPS, 0.0)  # type: ignore[arg-type]
@@ -220,16 +230,13 @@ def norm_alone(rows: int, hidden: int, shape: RowLaunch, source: Tensor, output:
 
 
 def qk_norm(
-    query: Tensor, key: Tensor, weight: Tensor, outputs: tuple[Tensor, Tensor], heads_a_team: int, num_sms: int
+    query: Tensor, key: Tensor, weight: Tensor, outputs: tuple[Tensor, Tensor], num_sms: int, **changes: int
 ) -> Call:
-    """QK-norm of dense ``(tokens, heads, head_dim)``."""
+    """QK-norm of dense ``(tokens, heads, head_dim)``, as it is chosen but for some attributes of the kernel."""
     (arch, number), head_dim = capability(), query.shape[2]
-    num_heads = query.shape[0] * (query.shape[1] + key.shape[1])
-    shape = select_norm.qk_norm_shape(num_heads, head_dim, DType.bfloat16, num_sms)
-    if heads_a_team:
-        grid = -(-shape.grid * shape.rows // heads_a_team)
-        shape = RowLaunch(form=None, grid=grid, threads=shape.threads, unroll=shape.unroll, rows=heads_a_team)
+    shape = select_norm.qk_norm_shape(query.shape[0], query.shape[1] + key.shape[1], head_dim, DType.bfloat16, num_sms)
     kernel = norm_instances.qk_norm(shape, DType.bfloat16, head_dim, number, aligned=True)
+    kernel = replace(kernel, **changes)  # type: ignore[arg-type]
     places: list[Any] = []
     for tensor in (query, key, *outputs):
         places += [tensor.data_ptr(), tensor.stride(0) * 2, head_dim * 2]
@@ -237,25 +244,36 @@ def qk_norm(
     counts: list[Any] = [query.shape[0], query.shape[1], key.shape[1], EPS, 0.0]
     function: Any = compiled(kernel, arch)
     given: Any = QKNormArguments(*places, *weights, *counts)
-    return on_stream(function, given, shape.grid, keep=(query, key, weight, *outputs))
+    return on_stream(function, given, keep=(query, key, weight, *outputs))
 
 
 def shapes_to_try(tokens: int, hidden: int, world_size: int, num_sms: int) -> list[RowLaunch]:
-    """LL shapes that could be the best."""
+    """LL and staged shapes that could be the best."""
     found: list[RowLaunch] = []
-    vectors = hidden * 2 // 16
-    room = Layout.create(world_size).words_slot_bytes // 16
+    vectors, layout = hidden * 2 // 16, Layout.create(world_size)
     for cluster in (1, 2, 4, 8):
         for unroll in (1, 2, 4):
             threads = vectors // unroll // cluster
-            if 64 <= threads <= 1024 and threads * unroll <= room and tokens * cluster <= num_sms:
+            fits = 64 <= threads <= 1024 and threads * unroll <= layout.words_slot_bytes // 16
+            if fits and tokens * cluster <= num_sms:
                 found.append(
                     RowLaunch(form=Form.ll, grid=tokens * cluster, threads=threads, unroll=unroll, cluster=cluster)
                 )
-    return found
+    for unroll in (1, 2, 4):
+        threads = vectors // unroll
+        for rows in (1, 2, 4):
+            fits = threads * rows <= 1024 and threads * rows * unroll <= layout.staging_slot_bytes // 16
+            for grid in (64, 96, 128) if fits and tokens >= 64 else ():
+                if rows == 1 or tokens >= rows * grid:
+                    grid = min(grid, -(-tokens // rows))
+                    found.append(
+                        RowLaunch(form=Form.staged, grid=grid, threads=threads, unroll=unroll, rows=rows)
+                    )
+    return list(dict.fromkeys(found))
 
 
 def shape_name(shape: RowLaunch) -> str:
     kind = shape.form.name if shape.form else "norm"
-    more = f" k{shape.cluster}" if shape.cluster > 1 else f" r{shape.rows}" if shape.rows > 1 else ""
+    counts = (("k", shape.cluster), ("r", shape.rows), ("p", shape.pieces))
+    more = "".join(f" {letter}{count}" for letter, count in counts if count > 1)
     return f"{kind} {shape.grid}x{shape.threads} u{shape.unroll}{more}"

@@ -21,7 +21,6 @@ from symmcomm.bench.place import join_torch
 from symmcomm.bench.timer import Answer, Timer
 from symmcomm.bootstrap import Bootstrap
 from symmcomm.env import Launch, Settings
-from symmcomm.kernels.gpu.barrier import Barrier
 
 _OF_NCCL = ("nccl", "nccl_symm", "torch_one_shot", "torch_two_shot")
 _SHARED = "NCCL and torch's symmetric memory want a GPU for each rank, and ranks share one here"
@@ -41,9 +40,8 @@ class GpuPlace:
         self.comm = init(device=self.device, settings=settings)
         assert self.comm.gpu is not None
         self.gpu = self.comm.gpu
-        barrier = Barrier(world_size=relay.world_size, arch=self.gpu.arch_number)
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._lanes = (Lane(stream, partial(self.gpu.launch, barrier, 0, 0)),)
+        self._lanes = (Lane(stream, self.gpu.barrier),)
         torch.cuda.set_stream(stream)
         self._flush = l2_flush(self.device)
         self._reason = self._shared_reason()

@@ -7,13 +7,10 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Protocol
 
 from symmcomm.bench.method import ON_CPUS, Method
@@ -21,6 +18,7 @@ from symmcomm.bench.mpi_installations import MPIInstallation
 from symmcomm.bench.rank import Command
 from symmcomm.bench.timer import Answer
 from symmcomm.errors import SymmCommError
+from symmcomm.testing.spawn import descendants, free_port
 
 _LOOK_S = 0.1
 _GRACE_S = 2.0
@@ -76,7 +74,7 @@ class SpawnedTeam:
                 variables = ["-u", "RANK", "-u", "WORLD_SIZE", "OMP_NUM_THREADS=1"]
                 self._start(["env", *variables, *mpi.command(world_size), *program])
             else:
-                port = _free_port()
+                port = free_port()
                 for rank in range(world_size):
                     variables = [
                         f"RANK={rank}", f"WORLD_SIZE={world_size}", f"LOCAL_RANK={rank}", "OMP_NUM_THREADS=1",
@@ -154,7 +152,7 @@ class SpawnedTeam:
     def kill(self) -> None:
         """Ends all ranks: a launcher gets the chance to do it, since its ranks may lie in sessions of their own."""
         running = [process for process in self._processes if process.poll() is None]
-        tree = [pid for process in running for pid in (process.pid, *_descendants(process.pid))]
+        tree = [pid for process in running for pid in (process.pid, *descendants(process.pid))]
         for process in running:
             process.terminate()
         deadline = time.monotonic() + _GRACE_S
@@ -174,17 +172,3 @@ def _parsed(line: bytes) -> list[Answer] | None:
         return answers
     except ValueError:
         return None
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for child in children.read_text().split():
-                yield int(child)
-                yield from _descendants(int(child))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -25,7 +25,6 @@ from symmcomm.collectives.gpu import GpuCollectives
 from symmcomm.communicator import Communicator
 from symmcomm.env import Settings
 from symmcomm.errors import PeerTimeoutError
-from symmcomm.kernels.gpu.barrier import Barrier
 from symmcomm.kernels.gpu.compile import compiled
 from symmcomm.memory.heap import SymmetricHeap
 from symmcomm.schedule import select_gpu
@@ -136,11 +135,7 @@ class VirtualPlace:
             len(self.ranks), reserved(len(self.ranks), settings.gpu_staging_bytes) + room, settings.timeout_s
         )
         self._ranks = [VirtualRank(world, rank, self.device, settings.gpu_staging_bytes) for rank in self.ranks]
-        barrier = Barrier(world_size=world.world_size, arch=world.arch_number)
-        self._lanes = [
-            Lane(stream, partial(rank.launch, barrier, 0, 0))
-            for rank, stream in zip(self._ranks, world.streams, strict=True)
-        ]
+        self._lanes = [Lane(stream, rank.barrier) for rank, stream in zip(self._ranks, world.streams, strict=True)]
         self._flush = l2_flush(self.device)
         self.implementations = [{name: _make(name, rank) for name in names} for rank in self._ranks]
         self.run([lane.align for lane in self._lanes])  # compiled before anything is timed

@@ -181,12 +181,16 @@ class GpuCollectives(GpuMemory):
         if output.data_ptr() != input.data_ptr():
             output.detach().view(-1).copy_(input.detach().view(-1))
 
-    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Gathers all ranks' inputs, in rank order, on every rank. ``input`` may be part ``rank`` of ``output``."""
+    def all_gather_into_tensor(
+        self, output: torch.Tensor, input: torch.Tensor, max_ctas: int | None = None
+    ) -> None:
+        """Gathers all ranks' inputs, in rank order, on every rank. ``input`` may be part ``rank`` of ``output``.
+        ``max_ctas``: the most CTAs that the kernel takes."""
         check_pair(output, input, self.world_size, 1, self.device)
         if self.world_size == 1:
             return self._keep(output, input)
-        self._spread(input, 0, output, input.nbytes, input.nbytes)
+        num_sms = min(self.num_sms, max_ctas or self.num_sms)
+        self._spread(input, 0, output, input.nbytes, input.nbytes, num_sms=num_sms)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Copies rank ``src``'s tensor into every other rank's."""
@@ -216,22 +220,24 @@ class GpuCollectives(GpuMemory):
 
     def _spread(
         self, source: torch.Tensor, source_pitch: int, target: torch.Tensor, target_pitch: int, num_bytes: int,
-        sender: int = -1,
+        sender: int = -1, num_sms: int = 0,
     ) -> None:  # fmt: skip
-        """The calls in the table of ``kernels.gpu.all_gather``; ``num_bytes`` of a part."""
+        """The calls in the table of ``kernels.gpu.all_gather``; ``num_bytes`` of a part. ``num_sms``: that the kernel
+        may use, if not all."""
         if num_bytes == 0:
             return self.check()
         out_of, into = self.symmetric_offset(source), self.symmetric_offset(target)
-        key = (Kind.all_gather_into_tensor, num_bytes, source_pitch == 0, out_of >= 0, into >= 0)
-        self.find(key, lambda: self._prepare_spread(num_bytes, source_pitch == 0, out_of >= 0, into >= 0))(
+        how = (num_bytes, source_pitch == 0, out_of >= 0, into >= 0, num_sms or self.num_sms)
+        self.find((Kind.all_gather_into_tensor, *how), lambda: self._prepare_spread(*how))(
             source.data_ptr(), out_of, source_pitch, target.data_ptr(), into, target_pitch, sender
         )
 
-    def _prepare_spread(self, num_bytes: int, same: bool, source_symmetric: bool, target_symmetric: bool) -> Call:
+    def _prepare_spread(
+        self, num_bytes: int, same: bool, source_symmetric: bool, target_symmetric: bool, num_sms: int
+    ) -> Call:
         shape = select_gpu.choose_all_gather(
-            num_bytes, self.world_size, self.num_sms, source_symmetric, target_symmetric, self.thresholds,
-            copy_engine=True,
-        )  # fmt: skip
+            num_bytes, self.world_size, num_sms, source_symmetric, target_symmetric, self.thresholds, copy_engine=True
+        )
         run = self.run
         if shape.algorithm is Algorithm.copy_engine:
             engine = self.copy_engine()

@@ -143,6 +143,7 @@ def qk_norm(
     weight_bias: float = 0.0,
     q_out: torch.Tensor | None = None,
     k_out: torch.Tensor | None = None,
+    launch_with_pdl: bool = False,
 ) -> Pair:
     """Each head of q and of k normalised over its head_dim: (q, k). No communication.
 
@@ -150,6 +151,7 @@ def qk_norm(
         q, k: (..., heads, head_dim), with numbers of heads of their own; slices of one tensor are fine.
         q_weight, k_weight: (head_dim,).
         q_out, k_out: like ``q`` and ``k``, which they may be; by default new tensors.
+        launch_with_pdl: as above; of the weights.
     """
     check_same(check_input(k, "k"), "k", check_input(q, "q"), "q")
     eps, weight_bias = check_numbers(eps, weight_bias)
@@ -160,7 +162,7 @@ def qk_norm(
     if q.is_cuda:
         from symmcomm.fused import norm_gpu
 
-        norm_gpu.qk_norm(one, other)
+        norm_gpu.qk_norm(one, other, launch_with_pdl)
     else:
         for heads in (one, other):
             norm_cpu.norm_rows(heads.task, heads.tokens.num, heads.tokens.pitch, heads.out_tokens.pitch)
@@ -220,8 +222,8 @@ def reduce_scatter_rms_norm_all_gather(
     Args:
         input: contiguous; this rank's contribution to all rows. Symmetric, and as ``out`` too, nothing is staged.
         residual: (own rows, hidden).
-        max_ctas: the most CTAs of a GPU that the kernel takes, 1 to 64, so that a matrix product runs beside it. It
-            holds where ``input`` and ``out`` are symmetric; ordinary tensors also go through collectives of their own.
+        max_ctas: the most CTAs of a GPU that any kernel of the call takes, 1 to 64, so that a matrix product runs
+            beside it; torch's copies excepted, where rows are no multiple of the ranks or ``out`` has gaps.
 
     Returns:
         All rows normalised, and this rank's rows of the new residual.

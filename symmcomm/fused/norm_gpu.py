@@ -3,7 +3,8 @@ current stream. Nothing is compared between ranks here: arguments must agree, an
 ``collectives.gpu_memory`` counts it) on all ranks or on none.
 
 Rows that a rank norms for all are written at all ranks where outputs are symmetric, by one kernel; else they are
-normed into this rank's part of the output and gathered.
+normed into this rank's part of the output and gathered. With ``max_ctas`` no kernel has more CTAs, but for torch's own:
+copies, where parts are uneven or outputs lie apart; and but for the reduce-scatter of rows that no kernel here holds.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _arguments(task: Task) -> NormArguments:
     return NormArguments(*given)
 
 
-def norm_rows(call: Call) -> None:
+def norm_rows(call: Call, max_ctas: int | None = None) -> None:
     """Without peers: ``task.rows`` rows."""
     task, index = call.task, call.input.get_device()
     if task.rows == 0:
@@ -113,7 +114,7 @@ def norm_rows(call: Call) -> None:
     key = (task.rows, task.hidden, _dtype(task.dtype), index, task.residual != 0, _options(task, index))
     function, grid = _rows_alone(*key)
     with torch.cuda.device(index):
-        function(_arguments(task), grid, torch.cuda.current_stream().cuda_stream)
+        function(_arguments(task), min(grid, max_ctas or grid), torch.cuda.current_stream().cuda_stream)
     del zeros
 
 
@@ -136,7 +137,7 @@ def all_reduce(gpu: GpuCollectives, call: Call) -> None:
     facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, gpu.num_sms)
     shape = select_norm.choose_all_reduce_norm(*facts, gpu.arch_number, min(places) >= 0)
     if shape is None:
-        return _reduce_then_norm(gpu, call)
+        return _norm_then_gather(gpu, call, gpu.num_sms, True, True)
     zeros = _without_residual(call) if task.residual == 0 else None
     options = _options(task, gpu.ordinal)
     if shape.form is Form.direct:
@@ -160,39 +161,32 @@ def reduce_scatter(gpu: GpuCollectives, call: Call, max_ctas: int) -> None:
     facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, min(gpu.num_sms, max_ctas))
     shape = select_norm.choose_reduce_scatter_norm(*facts, gpu.arch_number)
     if shape is None:
-        return _reduce_scatter_then_norm(gpu, call)
+        return _reduce_scatter_then_norm(gpu, call, max_ctas)
     zeros = _without_residual(call) if task.residual == 0 else None
     function, grid = _exchange(shape, *facts[2:4], gpu.ordinal, True, _options(task, gpu.ordinal))
     gpu.run(function, _arguments(task), grid)
     del zeros
 
 
-def _reduce_then_norm(gpu: GpuCollectives, call: Call) -> None:
-    """Many rows: an all-reduce of a copy, then addition and norm in one kernel."""
-    task = call.task
-    total = call.input.reshape(task.rows, task.hidden).clone()
-    gpu.all_reduce(total)
-    _norm_sum(call, total)
-
-
-def _reduce_scatter_then_norm(gpu: GpuCollectives, call: Call) -> None:
-    """As ``_reduce_then_norm``, of this rank's rows. Missing rows of the last parts are zeros, so that parts are
-    equal."""
+def _reduce_scatter_then_norm(gpu: GpuCollectives, call: Call, max_ctas: int) -> None:
+    """Rows that ``choose_reduce_scatter_norm`` has no kernel for: the sum, rounded, and then its norm. Missing rows of
+    the last parts are zeros, so that parts are equal."""
     task, part = call.task, select_norm.part_rows(call.task.rows, gpu.world_size)
     given = call.input.reshape(task.rows, task.hidden).contiguous()
     if task.rows < part * gpu.world_size:
         given = torch.cat([given, given.new_zeros(part * gpu.world_size - task.rows, task.hidden)])
     own = given.new_empty(part, task.hidden)
     gpu.reduce_scatter_tensor(own, given)
-    rows, task.rows = task.rows, call.num_own
-    _norm_sum(call, own)
-    task.rows = rows
+    task.input, task.input_pitch = own.data_ptr(), own.stride(0) * own.itemsize
+    _norm_own(gpu, call, max_ctas)
 
 
-def _norm_sum(call: Call, total: torch.Tensor) -> None:
+def _norm_own(gpu: GpuCollectives, call: Call, max_ctas: int) -> None:
+    """This rank's rows, without peers."""
     task = call.task
-    task.input, task.input_pitch = total.data_ptr(), total.stride(0) * total.itemsize
-    norm_rows(call)
+    rows, (_, task.rows) = task.rows, select_norm.slice_rows(task.rows, gpu.world_size, gpu.rank)
+    norm_rows(call, max_ctas)
+    task.rows = rows
 
 
 def gather(gpu: GpuCollectives, call: Call, max_ctas: int, reduces: bool) -> None:
@@ -215,28 +209,33 @@ def gather(gpu: GpuCollectives, call: Call, max_ctas: int, reduces: bool) -> Non
         gpu.run(function, 0, _arguments(task), grid)
         del zeros
     else:
-        _norm_then_gather(gpu, call, max_ctas, reduces)
+        _norm_then_gather(gpu, call, max_ctas, reduces, False)
 
 
-def _norm_then_gather(gpu: GpuCollectives, call: Call, max_ctas: int, reduces: bool) -> None:
-    """Of ordinary tensors: this rank's rows into its part of the output, then an all-gather."""
+def _norm_then_gather(gpu: GpuCollectives, call: Call, max_ctas: int, reduces: bool, replicates: bool) -> None:
+    """Of ordinary tensors: this rank's rows into its part of the output, then an all-gather. If it ``replicates``, the
+    residual is whole, too, and gathered."""
     task, size, rank = call.task, gpu.world_size, gpu.rank
     part = select_norm.part_rows(task.rows, size)
     wholes = [call.out.view(task.rows, task.hidden)] + ([] if call.scales is None else [call.scales.view(-1, 1)])
-    even = task.rows == part * size and call.out.is_contiguous()
-    targets = wholes if even else [whole.new_empty(part * size, whole.shape[1]) for whole in wholes]
+    wholes += [call.new_residual.view(task.rows, task.hidden)] if replicates else []
+    targets = [
+        whole if task.rows == part * size and whole.is_contiguous() else whole.new_empty(part * size, whole.shape[1])
+        for whole in wholes
+    ]
     owns = [target[rank * part : (rank + 1) * part] for target in targets]
     task.out, task.out_pitch = owns[0].data_ptr(), owns[0].stride(0) * owns[0].itemsize
     task.scales = owns[1].data_ptr() if task.scaled else 0
+    if replicates:
+        task.residual += min(rank * part, task.rows) * task.residual_pitch
+        task.new_residual, task.new_residual_pitch = owns[-1].data_ptr(), owns[-1].stride(0) * owns[-1].itemsize
     if reduces:
         reduce_scatter(gpu, call, max_ctas)
     else:
-        rows, task.rows = task.rows, call.num_own
-        norm_rows(call)
-        task.rows = rows
+        _norm_own(gpu, call, max_ctas)
     for whole, target, own in zip(wholes, targets, owns, strict=True):
-        gpu.all_gather_into_tensor(target.view(torch.uint8), own.view(torch.uint8))
-        if not even:
+        gpu.all_gather_into_tensor(target.view(torch.uint8), own.view(torch.uint8), max_ctas)
+        if target is not whole:
             whole.copy_(target[: task.rows])
 
 
@@ -248,13 +247,15 @@ def _offset(gpu: GpuCollectives, call: Call, tensor: torch.Tensor) -> int:
 
 
 @lru_cache(maxsize=_MAX_PREPARED)
-def _heads(num_heads: int, head_dim: int, dtype: DType, index: int, aligned: bool) -> Prepared:
+def _heads(
+    tokens: int, heads: int, head_dim: int, dtype: DType, index: int, aligned: bool, pdl: bool
+) -> Callable[..., None]:
     arch, number, num_sms = _device_of(index)
-    shape = select_norm.qk_norm_shape(num_heads, head_dim, dtype, num_sms)
-    return compiled(norm_instances.qk_norm(shape, dtype, head_dim, number, aligned=aligned), arch), shape.grid
+    shape, pdl = select_norm.qk_norm_shape(tokens, heads, head_dim, dtype, num_sms), pdl and number >= _PDL_FROM
+    return compiled(norm_instances.qk_norm(shape, dtype, head_dim, number, aligned=aligned, pdl=pdl), arch)
 
 
-def qk_norm(q: Heads, k: Heads) -> None:
+def qk_norm(q: Heads, k: Heads, pdl: bool = False) -> None:
     """Both in one launch; heads of other sizes than HEAD_DIMS as rows of two."""
     tokens, task = max(q.tokens.num, k.tokens.num), q.task
     if task.hidden not in select_norm.HEAD_DIMS:
@@ -271,10 +272,10 @@ def qk_norm(q: Heads, k: Heads) -> None:
     places += [q.task.weight, k.task.weight]
     index, dtype = q.out.get_device(), _dtype(task.dtype)
     aligned = are_aligned(task.hidden, dtype, *places)
-    function, grid = _heads(tokens * (task.rows + k.task.rows), task.hidden, dtype, index, aligned)
+    function = _heads(tokens, task.rows + k.task.rows, task.hidden, dtype, index, aligned, pdl)
     counts: list[Any] = [tokens, task.rows, k.task.rows, task.eps, task.weight_bias]
     with torch.cuda.device(index):
-        function(QKNormArguments(*places, *counts), grid, torch.cuda.current_stream().cuda_stream)
+        function(QKNormArguments(*places, *counts), torch.cuda.current_stream().cuda_stream)
 
 
 def _as_rows(heads: Heads) -> None:

@@ -11,18 +11,24 @@ from dataclasses import dataclass
 from enum import Enum
 
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import NUM_CHANNELS, Layout
+from symmcomm.schedule.layout_gpu import NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout
 
 MAX_HIDDEN = 32768
 MAX_CTAS = 64
 """Most CTAs that a caller can hold a kernel on symmetric memory to."""
 DTYPES = (DType.float32, DType.float16, DType.bfloat16)
 HEAD_DIMS = (64, 128, 256)
+QK_WARPS = 4
 
 _VECTOR_BYTES = 16
 _CLUSTERS_FROM = 90
-_LL_BYTES = 1 << 20  # of all rows, up to which LL was measured to pay between two ranks
+_LL_BYTES = 2 << 20  # of all rows, up to which LL pays between two ranks
 _TWO_SHOT_FROM = 4  # ranks, from which on two shots send less
+_ONE_SHOT_BYTES = 8 << 20  # sent by a rank, up to which that does not pay for two kernels more (modelled)
+_STAGED_THREADS = 512  # a CTA: each has registers for its vectors of three rows
+_MOST_STAGED = 8  # ranks whose vectors a thread's registers hold at once
+_MOST_PIECES = 8  # of a row, whose sums registers hold
+_MANY_CHUNKS = 8  # a CTA
 _DIRECT_GRID = 64
 
 
@@ -30,6 +36,7 @@ class Form(Enum):
     """How the ranks' rows come together."""
 
     ll = "LL"
+    staged = "staged"
     direct = "direct"
 
 
@@ -39,8 +46,9 @@ class RowLaunch:
 
     Attributes:
         grid: CTAs. threads: a row (LL: a CTA). rows: of a CTA at a time.
-        unroll: vectors of 16 bytes a thread.
+        unroll: vectors of 16 bytes a thread; staged: of each piece.
         cluster: CTAs a row, LL only.
+        pieces: chunks a row, staged only.
     """
 
     form: Form | None
@@ -49,6 +57,7 @@ class RowLaunch:
     unroll: int
     rows: int = 1
     cluster: int = 1
+    pieces: int = 1
 
 
 def part_rows(rows: int, world_size: int) -> int:
@@ -81,7 +90,7 @@ def norm_shape(rows: int, hidden: int, dtype: DType, num_sms: int) -> RowLaunch:
     more vectors each, which keeps more in flight."""
     vectors = row_vectors(hidden, dtype)
     if vectors <= 32:
-        threads = 1 << max(0, vectors - 1).bit_length()
+        threads = _team_threads(vectors)
         a_cta = max(1, min(8, -(-rows // num_sms))) * max(1, 32 // threads)
         return RowLaunch(form=None, grid=max(1, -(-rows // a_cta)), threads=threads, unroll=1, rows=a_cta)
     unroll = 1 if rows <= 2 * num_sms else 4 if vectors >= 512 else 2
@@ -89,14 +98,14 @@ def norm_shape(rows: int, hidden: int, dtype: DType, num_sms: int) -> RowLaunch:
     return RowLaunch(form=None, grid=rows, threads=threads, unroll=-(-vectors // threads))
 
 
-def qk_norm_shape(num_heads: int, head_dim: int, dtype: DType, num_sms: int) -> RowLaunch:
-    """QK-norm of that many heads in all, queries' and keys': ``rows`` heads a team, in CTAs of four warps."""
+def qk_norm_shape(tokens: int, heads: int, head_dim: int, dtype: DType, num_sms: int) -> RowLaunch:
+    """QK-norm of that many heads a token, queries' and keys': ``rows`` tokens a team, in CTAs of QK_WARPS."""
     vectors = row_vectors(head_dim, dtype)
     threads = min(32, vectors)
-    teams = 4 * 32 // threads
-    heads = 1 if num_heads <= 8 * teams * num_sms else 2
-    grid = max(1, -(-num_heads // (teams * heads)))
-    return RowLaunch(form=None, grid=grid, threads=threads, unroll=vectors // threads, rows=heads)
+    teams = 32 * QK_WARPS // threads
+    rows = 1 if tokens * heads <= 8 * teams * num_sms else 2
+    grid = -(-tokens // rows) * -(-heads // teams)
+    return RowLaunch(form=None, grid=grid, threads=threads, unroll=vectors // threads, rows=rows)
 
 
 def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int) -> RowLaunch | None:
@@ -115,6 +124,30 @@ def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int
     return None
 
 
+def staged_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int) -> RowLaunch | None:
+    """The staged kernel for that many rows on each rank; None where a row takes too many pieces, or there are too many
+    ranks for a thread's registers. Large chunks once a CTA has several, small ones before."""
+    vectors, slot = row_vectors(hidden, dtype), Layout.create(world_size).staging_slot_bytes // _VECTOR_BYTES
+    most = max(1, min(NUM_STAGED_CHANNELS, num_sms))
+    unroll = 1 if world_size > 4 else 2 if world_size > 2 or rows * vectors < _MANY_CHUNKS * most * slot else 4
+    for pieces in range(1, _MOST_PIECES + 1 if world_size <= _MOST_STAGED else 0):
+        threads = _team_threads(-(-vectors // (pieces * unroll)))
+        room = min(_STAGED_THREADS // threads, slot // (threads * unroll))
+        if room > 0:
+            a_warp = max(1, 32 // threads)
+            together = min(room, max(1, -(-rows // (most * a_warp))) * a_warp) if pieces == 1 else 1
+            grid = max(1, min(most, -(-rows // together)))
+            return RowLaunch(
+                form=Form.staged, grid=grid, threads=threads, unroll=unroll, rows=together, pieces=pieces
+            )
+    return None
+
+
+def _team_threads(num: int) -> int:
+    """At least that many threads: a power of two up to a warp, else whole warps."""
+    return 1 << max(0, num - 1).bit_length() if num <= 32 else -(-num // 32) * 32
+
+
 def direct_shape(
     rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, max_ctas: int | None = None
 ) -> RowLaunch:
@@ -131,14 +164,18 @@ def direct_shape(
 def choose_all_reduce_norm(
     rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int, symmetric: bool = False
 ) -> RowLaunch | None:
-    """All-reduce and norm of ``rows`` rows; None: an all-reduce, then a norm. ``symmetric``: source and both outputs
-    are, at the same offsets on all ranks; else the form is one for ordinary tensors."""
-    if rows * hidden * dtype.itemsize * world_size * (world_size - 1) <= 2 * _LL_BYTES:
+    """All-reduce and norm of ``rows`` rows; None: reduce-scatter and norm, then all-gathers, which send less between
+    many ranks. ``symmetric``: source and both outputs are, at the same offsets on all ranks; else the form is one for
+    ordinary tensors."""
+    sent = rows * hidden * dtype.itemsize * (world_size - 1)
+    if sent * world_size <= 2 * _LL_BYTES:
         shape = ll_shape(rows, hidden, dtype, world_size, num_sms, arch)
         if shape is not None:
             return shape
     if symmetric and world_size >= _TWO_SHOT_FROM:
         return direct_shape(part_rows(rows, world_size), hidden, dtype, world_size, num_sms, num_sms)
+    if world_size < _TWO_SHOT_FROM or sent <= _ONE_SHOT_BYTES:
+        return staged_shape(rows, hidden, dtype, world_size, num_sms)
     return None
 
 
@@ -148,5 +185,7 @@ def choose_reduce_scatter_norm(
     """Reduce-scatter and norm of ``rows`` rows in all, of any tensors; None: a reduce-scatter, then a norm."""
     part = part_rows(rows, world_size)
     if part * hidden * dtype.itemsize * world_size * (world_size - 1) <= 2 * _LL_BYTES:
-        return ll_shape(part, hidden, dtype, world_size, num_sms, arch)
-    return None
+        shape = ll_shape(part, hidden, dtype, world_size, num_sms, arch)
+        if shape is not None:
+            return shape
+    return staged_shape(part, hidden, dtype, world_size, num_sms)

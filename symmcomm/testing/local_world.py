@@ -1,10 +1,13 @@
 """A world of ranks in one process on one GPU: a stream and a heap for each rank, kernels that spin on each other.
 
-All ranks' kernels must be on the device at once: give each a share of the SMs (``num_sms``).
+All ranks' kernels must be on the device at once. So each has a share of the SMs (``num_sms``), and streams have
+hardware queues of their own, if the world is made before CUDA starts. And where two ranks run different kernels, both
+must have been loaded (``load``): CUDA loads a kernel when it is first launched, and may wait for what runs then.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +33,7 @@ class LocalWorld:
     def __init__(self, world_size: int, data_bytes: int, timeout_s: float = 10.0) -> None:
         from symmcomm.kernels.gpu.compile import architecture
 
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # two streams of one queue would wait for each other
         self.world_size = world_size
         self.layout = Layout.create(world_size)
         self.data = self.layout.data
@@ -69,6 +73,14 @@ class LocalWorld:
         for rank in ranks or range(self.world_size):
             function(self.base, self.stride, rank, *arguments[rank], self.streams[rank].cuda_stream)
         torch.cuda.synchronize()
+
+    def load(self, function: Callable[..., None], *arguments: Any) -> Callable[..., None]:
+        """The function, which from now on starts at once: it has run for a rank that gave up, where it does nothing."""
+        failed = int(self.bytes(0, at.FAILED, 4).view(torch.int32))
+        self.bytes(0, at.FAILED, 4).view(torch.int32).fill_(at.GAVE_UP)
+        self.launch(function, [arguments], ranks=[0])
+        self.bytes(0, at.FAILED, 4).view(torch.int32).fill_(failed)
+        return function
 
     def record(self, rank: int) -> Record | None:
         """What a wait of the rank that gave up has left."""

@@ -310,7 +310,7 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
 
     A launcher gets the chance to end its ranks itself; descendants are looked up before their parents are gone.
     """
-    tree = [process.pid, *_descendants(process.pid)] if process.poll() is None else []
+    tree = [process.pid, *descendants(process.pid)] if process.poll() is None else []
     if tree:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -323,9 +323,10 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
+    """Of a process, as far as they can be seen."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for child in children.read_text().split():
                 yield int(child)
-                yield from _descendants(int(child))
+                yield from descendants(int(child))

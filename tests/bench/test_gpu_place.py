@@ -21,7 +21,6 @@ pytest.importorskip("cutlass")
 import fake_gpu
 
 from symmcomm.bench.rank import Ranks
-from symmcomm.kernels.gpu.barrier import Barrier
 from symmcomm.kernels.gpu.limits import Empty, Push
 
 GRAPH = Method(device=Device.cuda, timing=Timing.graph)
@@ -60,7 +59,7 @@ def test_a_run_on_a_gpu(made: list[Any], method: Method) -> None:
             assert answer["seconds"] >= answer["host_seconds"] > 0
         else:
             assert answer["seconds"] == pytest.approx(0 if method.cold_l2 else 1e-3)
-    assert isinstance(made[0].gpu.launched[0][0], Barrier)
+    assert made[0].gpu.launched[0] == ("barrier",), "compiled before anything is timed"
     ranks.close()
 
 

@@ -15,11 +15,10 @@ pytest.importorskip("cutlass")
 from symmcomm.kernels.gpu import instances, multimem
 from symmcomm.kernels.gpu.all_gather import AllGatherPush
 from symmcomm.kernels.gpu.all_reduce import AllReduceTwoShot
-from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLL
 from symmcomm.kernels.gpu.barrier import Barrier
 from symmcomm.kernels.gpu.compile import architecture, compile_kernel, compiled
 from symmcomm.kernels.gpu.elements import Reduction
-from symmcomm.kernels.gpu.reduce_scatter import ReduceScatterPull
+from symmcomm.kernels.gpu.reduce_scatter import ReduceScatterLL, ReduceScatterPull
 from symmcomm.schedule.select_gpu import Algorithm, Launch
 
 ARCHITECTURES = {"sm_80": 80, "sm_90a": 90, "sm_100a": 100}
@@ -36,9 +35,9 @@ def ptx_of(kernel: Any, arch: str, directory: Path) -> str:
     return ptx
 
 
-def ll(dtype: DType, op: Op, arch: str, world_size: int, cells: int = 1) -> AllReduceLL:
-    return AllReduceLL(
-        dtype=dtype, op=op, world_size=world_size, arch=ARCHITECTURES[arch], threads=256, cells=cells
+def ll(dtype: DType, op: Op, arch: str, world_size: int, cells: int = 1) -> ReduceScatterLL:
+    return ReduceScatterLL(
+        dtype=dtype, op=op, world_size=world_size, arch=ARCHITECTURES[arch], threads=256, cells=cells, same=True
     )
 
 

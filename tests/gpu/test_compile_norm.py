@@ -86,7 +86,7 @@ def test_options_of_rms_norm(dtype: DType, tmp_path: Path) -> None:
 @DTYPES
 @pytest.mark.parametrize("head_dim", select_norm.HEAD_DIMS)
 def test_qk_norm(head_dim: int, dtype: DType, arch: str, tmp_path: Path) -> None:
-    shape = select_norm.qk_norm_shape(40, head_dim, dtype, 132)
+    shape = select_norm.qk_norm_shape(1000, 40, head_dim, dtype, 132)
     ptx = ptx_of(
         norm_instances.qk_norm(shape, dtype, head_dim, ARCHITECTURES[arch], aligned=True), arch, tmp_path
     )
@@ -107,6 +107,39 @@ def test_exchange_norm(scatter: bool, world_size: int, dtype: DType, arch: str, 
     assert "st.relaxed.sys.global.v4.b32" in ptx
     assert "ld.relaxed.sys.global.v4.b32" in ptx
     assert ("barrier.cluster.wait" in ptx) == (ll.cluster > 1)
+    staged = select_norm.staged_shape(1024, 2048, dtype, world_size, 132)
+    assert staged is not None
+    kernel = norm_instances.exchange_norm(staged, dtype, world_size, number, aligned=True, scatter=scatter)
+    ptx = ptx_of(kernel, arch, tmp_path)
+    for access in (*SIGNALS, "ld.relaxed.sys.global.v4.b32", LOAD, STORE):
+        assert access in ptx
+
+
+@PER_ARCHITECTURE
+@pytest.mark.parametrize("scatter", [False, True])
+def test_staged_norm_of_long_rows(scatter: bool, arch: str, tmp_path: Path) -> None:
+    """Many rows of 8192 in small and in large chunks, and in pieces."""
+    options = {"bias": True, "quantize": True, "pdl": arch != "sm_80"}
+    for world_size, rows in ((2, 1024), (2, 8192), (3, 8192), (4, 8192), (8, 8192)):
+        shape = select_norm.staged_shape(rows, 8192, DType.bfloat16, world_size, 132)
+        assert shape is not None
+        for extra in ({}, options) if world_size <= 4 else ({},):
+            kernel = norm_instances.exchange_norm(
+                shape, DType.bfloat16, world_size, ARCHITECTURES[arch], aligned=True, scatter=scatter, **extra
+            )
+            ptx_of(kernel, arch, tmp_path)
+
+
+def test_a_staged_norm_has_the_next_chunk_at_hand(tmp_path: Path) -> None:
+    """Between a signal and the stores of the next chunk to the peer lie no barrier, and no load but what has come."""
+    shape = select_norm.staged_shape(8192, 8192, DType.bfloat16, 2, 132)
+    assert shape is not None
+    kernel = norm_instances.exchange_norm(shape, DType.bfloat16, 2, 90, aligned=True)
+    ptx = ptx_of(kernel, "sm_90a", tmp_path)
+    loop = ptx[ptx.index("ld.relaxed.sys.global.v4.b32") :]
+    taken = loop.index("barrier") if "barrier" in loop else loop.index("bar.")
+    assert loop[:taken].count("ld.relaxed.sys.global.v4.b32") == shape.unroll
+    assert loop[:taken].count(STORE) == 2 * shape.unroll  # to the peer; the new residual
 
 
 @PER_ARCHITECTURE

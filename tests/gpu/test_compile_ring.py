@@ -11,7 +11,7 @@ from symmcomm.schedule.layout_gpu import DEPTH, Layout
 from symmcomm.schedule.machines import nvlink, pcie
 from symmcomm.schedule.plan import KEEP, all_reduce_of
 from symmcomm.schedule.ring import direct, ring_1d, ring_2d
-from symmcomm.schedule.ring_gpu import HEADER_WORDS, ROW_WORDS, SOURCE_WORDS, num_early, pack, ring_shape
+from symmcomm.schedule.ring_gpu import HEADER_WORDS, ROW_WORDS, SOURCE_WORDS, may_defer, num_early, pack, ring_shape
 
 PLANS = {
     "two": ring_1d(nvlink(2)),
@@ -30,7 +30,7 @@ def test_a_packed_table_is_the_plan(name: str) -> None:
         row_words = ROW_WORDS + SOURCE_WORDS * plan.num_sources
         steps = plan.steps[rank]
         assert len(words) == HEADER_WORDS + len(steps) * row_words
-        assert words[:3] == [len(steps), num_early(plan, rank), plan.num_signals]
+        assert words[:4] == [len(steps), num_early(plan, rank), plan.num_signals, int(may_defer(plan, rank))]
         for idx, step in enumerate(steps):
             row = words[HEADER_WORDS + idx * row_words :][:row_words]
             assert row[:7] == [
@@ -66,6 +66,13 @@ def test_blocks_are_as_asked_for() -> None:
     assert ring_shape(plan, 64 << 20, DType.bfloat16, Op.sum, 132, 7).grid == 7
     assert ring_shape(plan, 64 << 20, DType.bfloat16, Op.sum, 132).grid == 128
     assert ring_shape(plan, 100, DType.bfloat16, Op.sum, 132).grid == 1
+
+
+def test_chunks_are_large_once_each_block_has_several() -> None:
+    plan = PLANS["two"]
+    sizes = [ring_shape(plan, part << 20, DType.bfloat16, Op.sum, 132).chunk_bytes for part in (16, 63, 64, 256)]
+    assert sizes == [32 << 10, 32 << 10, 64 << 10, 64 << 10]
+    assert ring_shape(PLANS["ring"], 256 << 20, DType.bfloat16, Op.sum, 132).chunk_bytes <= 64 << 10
 
 
 PAIRS = [(dtype, Op.avg if supports(dtype, Op.avg) else Op.sum) for dtype in DType]

@@ -86,9 +86,9 @@ def gpu() -> Dry:
 def test_all_reduce(gpu: Dry) -> None:
     for op in ("sum", "sum", dist.ReduceOp.SUM):
         gpu.all_reduce(torch.ones(100), op)
-        assert gpu.kernels() == ["AllReduceLL"]
+        assert gpu.kernels() == ["ReduceScatterLL"]
     gpu.all_reduce(torch.ones(100, dtype=torch.bool), "band")
-    assert gpu.kernels() == ["AllReduceLL"]
+    assert gpu.kernels() == ["ReduceScatterLL"]
     gpu.all_reduce(torch.ones(0))
     assert gpu.kernels() == []
     gpu.all_reduce(torch.ones(5 * MI // 2))
@@ -104,7 +104,7 @@ def test_all_reduce(gpu: Dry) -> None:
 def test_reduce(gpu: Dry) -> None:
     for dst in (0, 1):
         gpu.reduce(torch.ones(100), dst)
-        assert gpu.kernels() == ["AllReduceLL"]
+        assert gpu.kernels() == ["ReduceScatterLL"]
         gpu.reduce(torch.ones(MI), dst, "max")
         assert gpu.kernels()[-1] in ("AllReduceTwoShot", "AllReduceLLTwoShot")
 

@@ -28,6 +28,7 @@ class FakeGpu:
         self.offsets: dict[int, int] = {}
         self.launches: list[tuple[Any, ...]] = []
         self.gathered: list[tuple[torch.Size, torch.Size]] = []
+        self.gathered_by: list[int] = []
         self.summed: list[tuple[int, int]] = []
 
     def symmetric_offset(self, tensor: torch.Tensor) -> int:
@@ -37,13 +38,11 @@ class FakeGpu:
         assert callable(function)
         self.launches.append(arguments)
 
-    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, max_ctas: int) -> None:
         assert output.dtype is input.dtype is torch.uint8
         assert output.numel() == self.world_size * input.numel()
         self.gathered.append((output.shape, input.shape))
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        self.summed.append((tensor.numel(), tensor.data_ptr()))
+        self.gathered_by.append(max_ctas)
 
     def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
         assert input.numel() == self.world_size * output.numel()
@@ -84,20 +83,53 @@ def test_all_reduce(rows: int, grid: int) -> None:
     assert launched >= min(rows, grid) / 2
 
 
-@pytest.mark.parametrize(("rows", "scattered"), [(4096, False), (4096, True), (4095, True)])
-def test_many_rows_are_summed_first(rows: int, scattered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy goes to the other collective, and what comes back is normed: no kernel with peers is launched."""
-    gpu, made = FakeGpu(2, 1), call(rows, 8192, 2, 1, scattered)
-    normed: list[tuple[int, int]] = []
-    monkeypatch.setattr(norm_gpu, "norm_rows", lambda call: normed.append((call.task.rows, call.task.input)))
+@pytest.mark.parametrize("scattered", [False, True])
+def test_many_rows_of_ordinary_tensors(scattered: bool) -> None:
+    """One kernel, with addresses as they are; no more CTAs than asked for."""
+    gpu, made = FakeGpu(2, 1), call(4095, 8192, 2, 1, scattered)
     if scattered:
-        norm_gpu.reduce_scatter(gpu, made, 64)  # type: ignore[arg-type]
+        norm_gpu.reduce_scatter(gpu, made, 24)  # type: ignore[arg-type]
     else:
         norm_gpu.all_reduce(gpu, made)  # type: ignore[arg-type]
-    ((count, address),) = normed
-    assert gpu.summed == [(2048 * 8192 if scattered else rows * 8192, address)]
-    assert count == (rows - 2048 if scattered else rows)
-    assert address != made.input.data_ptr()
+    ((given, grid),) = gpu.launches
+    task = made.task
+    assert places(given) == (task.input, task.residual, task.new_residual, task.out)
+    assert (given.rows, grid) == (4095, 24 if scattered else 128)
+    assert not gpu.summed
+
+
+@pytest.mark.parametrize("rows", [4096, 4095])
+def test_between_many_ranks_everybody_norms_some_rows(rows: int) -> None:
+    """The own rows of the whole residual; then output and residual are gathered."""
+    gpu, made = FakeGpu(4, 2), call(rows, 8192, 4, 2, False)
+    residual = made.task.residual
+    norm_gpu.all_reduce(gpu, made)  # type: ignore[arg-type]
+    ((given, _),) = gpu.launches
+    assert given.residual == residual + 2048 * 16384
+    assert given.rows == rows
+    if rows == 4096:
+        assert (given.output, given.new_residual) == (made.out[2048:].data_ptr(), made.new_residual[2048:].data_ptr())
+    assert gpu.gathered == [((4096, 16384), (1024, 16384))] * 2
+    assert not gpu.summed
+
+
+def test_rows_too_long_for_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 between eight ranks: summed, padded with zeros to equal parts, then normed, by as few CTAs as asked."""
+    gpu = FakeGpu(8, 7)
+    made = Call(torch.zeros(15, 32768), torch.ones(32768), None, EPS, 0.0)
+    own = made.shard(7, 8, "residual", "out")
+    made.add_new_residual(None, own)
+    made.add_out(None, own, None)
+    normed: list[tuple[int, int, int]] = []
+
+    def norm_rows(call: Call, max_ctas: int) -> None:
+        normed.append((call.task.rows, call.task.input, max_ctas))
+
+    monkeypatch.setattr(norm_gpu, "norm_rows", norm_rows)
+    norm_gpu.reduce_scatter(gpu, made, 5)  # type: ignore[arg-type]
+    ((count, address),) = gpu.summed
+    assert count == 2 * 32768
+    assert normed == [(1, address, 5)]
     assert not gpu.launches
 
 
@@ -121,6 +153,7 @@ def test_scattered_and_gathered(rows: int) -> None:
     if rows == 8:
         assert given.output == made.out[4:].data_ptr()
     assert gpu.gathered == [((8, 1024), (4, 1024))]
+    assert gpu.gathered_by == [5]
 
 
 def test_symmetric_tensors_are_written_everywhere() -> None:
@@ -174,7 +207,7 @@ def test_alignment_and_float8() -> None:
 
 def test_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[Any] = []
-    monkeypatch.setattr(norm_gpu, "_heads", lambda *key: ((lambda *given: launched.append((key, given))), 7))
+    monkeypatch.setattr(norm_gpu, "_heads", lambda *key: lambda *given: launched.append((key, given)))
     stream = SimpleNamespace(cuda_stream=5)
     monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -182,10 +215,10 @@ def test_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.ones(128, dtype=torch.bfloat16)
     q, k = Heads("q", qkv[:, :4], weight, None, EPS, 1.0), Heads("k", qkv[:, 4:6], weight, qkv[:, 4:6], EPS, 1.0)
     norm_gpu.qk_norm(q, k)
-    ((key, (given, grid, handle)),) = launched
-    assert key[:2] == (18, 128)
-    assert key[4] is (given.query % 16 == given.query_weight % 16 == given.query_output % 16 == 0)
+    ((key, (given, handle)),) = launched
+    assert key[:3] == (3, 6, 128)
+    assert key[5] is (given.query % 16 == given.query_weight % 16 == given.query_output % 16 == 0)
     assert (given.query, given.query_pitch, given.query_head_pitch) == (qkv.data_ptr(), 2048, 256)
     assert (given.key, given.key_output) == (qkv[:, 4:].data_ptr(),) * 2
     assert (given.tokens, given.query_heads, given.key_heads, given.weight_bias) == (3, 4, 2, 1.0)
-    assert (grid, handle) == (7, 5)
+    assert handle == 5

@@ -100,7 +100,7 @@ def calls() -> None:
     assert (gpu.num_sms, gpu.arch, gpu.choice.provider) == (132, "sm_90a", "cuda_vmm")
     for _ in range(2):
         gpu.all_reduce(tensor)
-    assert [name for name, _ in launches] == ["AllReduceLL"] * 2
+    assert [name for name, _ in launches] == ["ReduceScatterLL"] * 2
     assert launches[0][1][:3] == (gpu.base, gpu.stride, comm.rank)
     vars(torch._C)["stream"] = 5
     gpu.all_reduce(tensor)

@@ -39,7 +39,7 @@ def function(world: LocalWorld, kernel: Any) -> Any:
 def message(world: LocalWorld, sends: bool) -> Any:
     from symmcomm.kernels.gpu.point_to_point import Message
 
-    return function(world, Message(world_size=world.world_size, sends=sends))
+    return world.load(function(world, Message(world_size=world.world_size, sends=sends)), 0, 0, 1)
 
 
 def data(rank: int, num_bytes: int, shift: int) -> torch.Tensor:
@@ -102,11 +102,12 @@ def test_a_queue_holds_as_many_messages_as_slots(world_size: int) -> None:
 def test_long_messages_with_delays(world_size: int) -> None:
     world = world_of(world_size)
     source, got = data(1, LONG, 0), torch.zeros(LONG, dtype=torch.uint8, device="cuda")
+    send, receive = message(world, True), message(world, False)
     for victim in (0, 1):
         world.put(victim, at.DELAY_NS, DELAY_NS)
         torch.cuda.synchronize()
-        call(world, 0, message(world, True), source, 1)
-        call(world, 1, message(world, False), got, 0)
+        call(world, 0, send, source, 1)
+        call(world, 1, receive, got, 0)
         torch.cuda.synchronize()
         world.put(victim, at.DELAY_NS, 0)
         assert torch.equal(got, source)

@@ -28,8 +28,10 @@ pytestmark = [
 DTYPES = pytest.mark.parametrize("dtype", select_norm.DTYPES, ids=lambda d: d.name)
 SHAPES = [(1, 1), (1, 7), (3, 8), (5, 100), (7, 64), (2, 1000), (4, 2880), (133, 512), (9, 8192), (2, 12300)]
 SHAPES += [(1, 32768)]
-HEADS = ((1, 8, 1, 0), (5, 3, 2, 0), (37, 32, 8, 0), (300, 16, 16, 0), (3, 2, 1, 1))  # tokens, queries', keys', shift
-EXCHANGED = [(1, 8), (1, 8192), (3, 64), (5, 1000), (2, 7), (17, 512), (6, 2880), (1, 12300)]
+HEADS = ((1, 8, 1, 0), (5, 3, 2, 0), (37, 32, 8, 0), (1001, 16, 17, 0), (3, 2, 1, 1))  # tokens, queries', keys', shift
+LOADED: set[object] = set()
+"""Kernels that start at once (see ``testing.local_world``)."""
+EXCHANGED = [(1, 8), (1, 8192), (3, 64), (5, 1000), (2, 7), (17, 512), (6, 2880), (1, 12300), (301, 96), (40, 4096)]
 
 
 @dataclass
@@ -98,10 +100,20 @@ def compiled(world: LocalWorld, kernel: object) -> Callable[..., None]:
 
 def run(world: LocalWorld, kernels: list[object], arguments: list[tuple[object, ...]]) -> None:
     """Launches a kernel a rank, and waits; nobody may have given up."""
-    functions = [compiled(world, kernel) for kernel in kernels]
+    run_all(world, [(kernels, arguments)])
+
+
+def run_all(world: LocalWorld, calls: list[tuple[list[object], list[tuple[object, ...]]]]) -> None:
+    """Launches a kernel a rank for each call, and waits at the end; nobody may have given up."""
+    for kernels, arguments in calls:
+        for kernel, given in zip(kernels, arguments, strict=True):
+            if kernel not in LOADED:
+                LOADED.add(kernel)
+                world.load(compiled(world, kernel), *given)
     torch.cuda.synchronize()
-    for rank, (function, given) in enumerate(zip(functions, arguments, strict=True)):
-        function(world.base, world.stride, rank, *given, world.streams[rank].cuda_stream)
+    for kernels, arguments in calls:
+        for rank, (kernel, given) in enumerate(zip(kernels, arguments, strict=True)):
+            compiled(world, kernel)(world.base, world.stride, rank, *given, world.streams[rank].cuda_stream)
     torch.cuda.synchronize()
     assert [world.record(rank) for rank in range(world.world_size)] == [None] * world.world_size
 
@@ -165,9 +177,9 @@ def test_qk_norm(dtype: DType, head_dim: int) -> None:
             outputs[0].data_ptr(), query_heads * narrow, narrow, outputs[1].data_ptr(), key_heads * narrow, narrow,
             problems[0].weight.data_ptr(), problems[1].weight.data_ptr(), tokens, query_heads, key_heads, EPS, 1.0,
         )  # fmt: skip
-        shape = select_norm.qk_norm_shape(tokens * sum(heads), head_dim, dtype, 132)
+        shape = select_norm.qk_norm_shape(tokens, sum(heads), head_dim, dtype, 132)
         kernel = norm_instances.qk_norm(shape, dtype, head_dim, world.arch_number, aligned=shift == 0)
-        compiled(world, kernel)(given, shape.grid, torch.cuda.current_stream().cuda_stream)
+        compiled(world, kernel)(given, torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
         for problem, output in zip(problems, outputs, strict=True):
             problem.check(output, None, f"{dtype.name} {head_dim} {tokens} tokens, {heads} heads, shift {shift}")
@@ -180,6 +192,15 @@ def exchange(
     world: LocalWorld, problem: Problem, shape: RowLaunch, scatter: bool = False, **how: object
 ) -> list[Tensors]:
     """All-reduce or reduce-scatter and norm, on all ranks."""
+    tensors, kernels, arguments = exchange_call(world, problem, shape, scatter, **how)
+    run(world, kernels, arguments)
+    return tensors
+
+
+def exchange_call(
+    world: LocalWorld, problem: Problem, shape: RowLaunch, scatter: bool, **how: object
+) -> tuple[list[Tensors], list[object], list[tuple[object, ...]]]:
+    """All ranks' tensors, kernels and arguments."""
     from symmcomm.kernels.gpu import norm_instances
 
     shifts = how.pop("shifts", None)
@@ -195,8 +216,7 @@ def exchange(
         )
         for mine in tensors
     ]  # fmt: skip
-    run(world, kernels, [(mine.arguments(), shape.grid) for mine in tensors])
-    return tensors
+    return tensors, kernels, [(mine.arguments(), shape.grid) for mine in tensors]
 
 
 def part_of(problem: Problem, rank: int, scatter: bool, world_size: int = 0) -> slice:
@@ -207,11 +227,27 @@ def part_of(problem: Problem, rank: int, scatter: bool, world_size: int = 0) -> 
 
 
 def shapes_of(world: LocalWorld, problem: Problem, scatter: bool) -> list[RowLaunch]:
-    """LL as it is chosen, and with a CTA a row, where it has room."""
+    """LL as it is chosen, and with a CTA a row, where it has room; and ``staged_shapes``."""
     size, hidden, dtype = world.world_size, problem.hidden, problem.dtype
     rows = select_norm.part_rows(problem.rows, size) if scatter else problem.rows
     found = [select_norm.ll_shape(rows, hidden, dtype, size, world.num_sms, arch) for arch in (world.arch_number, 80)]
-    return list(dict.fromkeys(shape for shape in found if shape is not None))
+    few = [shape for shape in found if shape is not None]
+    return list(dict.fromkeys([*few, *staged_shapes(world, rows, hidden, dtype)]))
+
+
+def staged_shapes(world: LocalWorld, rows: int, hidden: int, dtype: DType) -> list[RowLaunch]:
+    """As it is chosen; by two CTAs; with rows side by side; and in three pieces, by one CTA."""
+    chosen = select_norm.staged_shape(rows, hidden, dtype, world.world_size, world.num_sms)
+    if chosen is None:
+        return []
+    room, vectors = world.layout.staging_slot_bytes // 16, select_norm.row_vectors(hidden, dtype)
+    found = [chosen, replace(chosen, grid=min(2, chosen.grid))]
+    if chosen.threads % 32 == 0 and 3 * chosen.threads * chosen.unroll <= room and chosen.threads <= 320:
+        found.append(replace(chosen, grid=min(2, -(-rows // 3)), rows=3))
+    third = -(-vectors // 96) * 32
+    if vectors > 64 and third <= min(room, 512):
+        found.append(replace(chosen, grid=1, threads=third, unroll=1, rows=1, pieces=3))
+    return found
 
 
 @pytest.mark.parametrize("scatter", [False, True], ids=["all_reduce", "reduce_scatter"])
@@ -229,6 +265,27 @@ def test_exchange_norm(world_size: int, scatter: bool) -> None:
                 mine.check(f"rank {rank}: {what}", part_of(problem, rank, scatter))
                 if not scatter:
                     assert_same(mine.output.flatten(), tensors[0].output.flatten(), f"ranks agree: {what}")
+
+
+@pytest.mark.parametrize("scatter", [False, True], ids=["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_staged_norms_with_a_late_rank(world_size: int, scatter: bool) -> None:
+    """Call upon call, of fewer and of more chunks than there are slots, while one rank starts late each time."""
+    world = world_of(world_size)
+    for late in range(world_size):
+        calls = []
+        for seed, (rows, hidden) in enumerate(((3, 512), (world_size * 29, 1000), (1, 4096), (world_size * 7, 4096))):
+            problem = Problem(select_norm.DTYPES[(seed + late) % 3], rows, hidden, world_size, 10 * late + seed)
+            mine = select_norm.part_rows(rows, world_size) if scatter else rows
+            shape = staged_shapes(world, mine, hidden, problem.dtype)[seed % 2]
+            calls.append((problem, shape, exchange_call(world, problem, shape, scatter)))
+        world.put(late, at.DELAY_NS, DELAY_NS)
+        run_all(world, [(kernels, arguments) for _, _, (_, kernels, arguments) in calls])
+        world.put(late, at.DELAY_NS, 0)
+        for problem, shape, (tensors, _, _) in calls:
+            for rank, one in enumerate(tensors):
+                what = f"rank {rank}, rank {late} late: {shape} {problem.rows}×{problem.hidden}"
+                one.check(what, part_of(problem, rank, scatter))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -258,14 +315,17 @@ def test_words_of_ones(dtype: DType) -> None:
             assert bool((mine.output[2] == 0).all())
 
 
+@pytest.mark.parametrize("form", [Form.ll, Form.staged], ids=lambda f: f.name)
 @pytest.mark.parametrize("world_size", [2, 4])
 @DTYPES
-def test_accuracy(world_size: int, dtype: DType) -> None:
+def test_accuracy(world_size: int, dtype: DType, form: Form) -> None:
     """Closer to float64 than the separate steps in float32, in the mean square."""
     world = world_of(world_size)
     rows = world.num_sms // 8 * 8
     problem = Problem(dtype, rows, 4096, world_size)
     shape = select_norm.ll_shape(rows, 4096, dtype, world_size, world.num_sms, world.arch_number)
+    if form is Form.staged:
+        shape = select_norm.staged_shape(rows, 4096, dtype, world_size, world.num_sms)
     assert shape is not None
     output = exchange(world, problem, shape)[0].output
     exact = problem.exact
@@ -371,7 +431,7 @@ def test_direct_norm(world_size: int, variant: str) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_kinds_of_calls_in_one_stream(world_size: int) -> None:
-    """LL and direct kernels in any order, with late ranks: words and pads are not mixed up."""
+    """LL, staged and direct kernels in any order, with late ranks: words, slots and pads are not mixed up."""
     world, chance = world_of(world_size), random.Random(world_size)
     for turn in range(40):
         problem = Problem(DType.bfloat16, chance.choice((1, 2, 5, 9)), chance.choice((64, 512, 4096)), world_size, turn)
@@ -382,8 +442,8 @@ def test_all_kinds_of_calls_in_one_stream(world_size: int) -> None:
             part = select_norm.part_rows(problem.rows, world_size)
             shape = select_norm.direct_shape(part, problem.hidden, problem.dtype, world_size, 16)
             direct(world, problem, shape, "gather", 0)
-        elif shapes := shapes_of(world, problem, scatter):
-            shape = chance.choice(shapes)
+        else:
+            shape = chance.choice(shapes_of(world, problem, scatter))
             for rank, mine in enumerate(exchange(world, problem, shape, scatter)):
                 mine.check(f"turn {turn} rank {rank} {shape}", part_of(problem, rank, scatter))
         world.put(late, at.DELAY_NS, 0)
@@ -402,9 +462,11 @@ def test_a_rank_that_does_not_come(form: Form) -> None:
         others = {"source": world.data, "output": world.data + (1 << 20)}
         given: tuple[object, ...] = (0, mine.arguments(**others), shape.grid)
     else:
-        ll = select_norm.ll_shape(2, 8192, problem.dtype, 2, world.num_sms, world.arch_number)
-        assert ll is not None
-        shape = ll
+        found = select_norm.ll_shape(2, 8192, problem.dtype, 2, world.num_sms, world.arch_number)
+        if form is Form.staged:
+            found = select_norm.staged_shape(2, 8192, problem.dtype, 2, world.num_sms)
+        assert found is not None
+        shape = found
         kernel = norm_instances.exchange_norm(shape, problem.dtype, 2, world.arch_number, aligned=mine.aligned())
         given = (mine.arguments(), shape.grid)
     world.launch(compiled(world, kernel), [given], ranks=[0])

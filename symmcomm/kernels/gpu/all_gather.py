@@ -35,46 +35,33 @@ from cutlass import Boolean, Int32, Int64
 
 from symmcomm.kernels.gpu import cells as ll
 from symmcomm.kernels.gpu.barrier import arrive, meet, sync
-from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
+from symmcomm.kernels.gpu.context import begin, block, end, thread
 from symmcomm.kernels.gpu.copy import copy_bytes, copy_to_ranks, multicast_vectors
-from symmcomm.schedule.layout_gpu import Layout, Phase
+from symmcomm.kernels.gpu.signatures import MovingParts, Placed
+from symmcomm.kernels.gpu.sweep import first_unit, num_units
+from symmcomm.schedule.layout_gpu import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllGatherLL:
-    """The LL kernel. Attributes: ``same`` whether all takers get the same (the source pitch is 0), ``threads`` a CTA,
-    ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``; ``early`` as in ``context.enter``. Launch with as many
-    CTAs as a part has parts of ``cells`` rows."""
+class AllGatherLL(MovingParts):
+    """The LL kernel.
 
-    world_size: int
+    Attributes: ``same`` whether all takers get the same (the source pitch is 0), ``cells`` a thread; a CTA's cells must
+    fit ``ll_slot_bytes``. Launch with as many CTAs as a part has parts of ``cells`` rows."""
+
     same: bool
-    threads: int
     cells: int
-    early: bool = False
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Placeholders for ``compile``."""
-        return (Int64(0), Int64(0), Int32(0), *[Int64(0)] * 5, Int32(0), Int32(1))
-
-    @cute.jit
-    def __call__(
-        self, base: Int64, stride: Int64, rank: Int32, source: Int64, source_pitch: Int64, target: Int64,
-        target_pitch: Int64, num_bytes: Int64, sender: Int32, grid: Int32, stream: cuda.CUstream,
-    ) -> None:  # fmt: skip
-        """``source`` and ``target``: addresses; pitches and ``num_bytes`` (of one part, not 0) in bytes."""
-        kernel = self.kernel(base, stride, rank, source, source_pitch, target, target_pitch, num_bytes, sender)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(
         self, base: Int64, stride: Int64, rank: Int32, source: Int64, source_pitch: Int64, target: Int64,
         target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
+        ctx = self.enter(base, stride, rank)
         cells = ll.Cells(self.threads, self.cells, 1)
         first, step = cells.first_byte(), cells.row_bytes
-        own = [self._read(ctx, cells, source, source_pitch, first + k * step, num_bytes) for k in range(self.cells)]
+        pitch = None if self.same else source_pitch
+        own = [ll.load_parts(ctx, cells, source, pitch, first + k * step, num_bytes) for k in range(self.cells)]
         in_order, epoch = begin(ctx, block())
         if in_order:
             ll.remind(ctx, epoch)
@@ -89,7 +76,7 @@ class AllGatherLL:
                         ll.store_words(target + rank * target_pitch, first + k * step, num_bytes, cells, own[k][0])
             got, arrived = ll.receive(ctx, cells, epoch, first, num_bytes, sender)
             if arrived:
-                for index, peer in enumerate(ll.senders(ctx)):
+                for index, peer in enumerate(ctx.senders):
                     if peer != rank and (sender < 0 or sender == peer):
                         for k in cutlass.range_constexpr(self.cells):
                             words = ll.words_of(cells, got, index, k)
@@ -98,23 +85,12 @@ class AllGatherLL:
                 meet(ctx, block(), epoch, Int32(Phase.enter))
             end(ctx, block(), epoch)
 
-    def _read(
-        self, ctx: Context, cells: ll.Cells, source: Any, source_pitch: Any, at: Any, num_bytes: Any
-    ) -> list[list[Any]]:
-        """The words at that byte for this rank and the ones after it."""
-        if self.same:
-            return [ll.load_words(source, at, num_bytes, cells)] * self.world_size
-        starts = [source + Int64(ctx.neighbour(hop)) * source_pitch for hop in range(self.world_size)]
-        return [ll.load_words(start, at, num_bytes, cells) for start in starts]
-
 
 @dataclass(frozen=True, kw_only=True)
-class AllGatherPush:
-    """The push kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight, ``multimem`` whether the
-    switch distributes; then ``multicast_base`` must be one, and the source pitch 0."""
+class AllGatherPush(Placed):
+    """The push kernel. Attributes: ``vectors`` a thread has in flight, ``multimem`` whether the switch distributes;
+    then ``multicast_base`` must be one, and the source pitch 0."""
 
-    world_size: int
-    threads: int
     vectors: int
     multimem: bool = False
 
@@ -131,14 +107,14 @@ class AllGatherPush:
         kernel = self.kernel(
             base, stride, rank, multicast_base, source, source_pitch, target, target_pitch, num_bytes, sender
         )
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        self.launch(kernel, grid, stream)
 
     @cute.kernel
     def kernel(
         self, base: Int64, stride: Int64, rank: Int32, multicast_base: Int64, source: Int64, source_pitch: Int64,
         target: Int64, target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        ctx = self.enter(base, stride, rank)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):
@@ -163,32 +139,18 @@ class AllGatherPush:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllGatherPull:
-    """The pull kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight."""
+class AllGatherPull(MovingParts):
+    """The pull kernel. ``source``: an offset from the start of each rank's heap; ``target``: an address. Attributes:
+    ``vectors`` a thread has in flight."""
 
-    world_size: int
-    threads: int
     vectors: int
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Placeholders for ``compile``."""
-        return (Int64(0), Int64(0), Int32(0), *[Int64(0)] * 5, Int32(0), Int32(1))
-
-    @cute.jit
-    def __call__(
-        self, base: Int64, stride: Int64, rank: Int32, source: Int64, source_pitch: Int64, target: Int64,
-        target_pitch: Int64, num_bytes: Int64, sender: Int32, grid: Int32, stream: cuda.CUstream,
-    ) -> None:  # fmt: skip
-        """``source``: an offset from the start of each rank's heap; ``target``: an address."""
-        kernel = self.kernel(base, stride, rank, source, source_pitch, target, target_pitch, num_bytes, sender)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
         self, base: Int64, stride: Int64, rank: Int32, source: Int64, source_pitch: Int64, target: Int64,
         target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        ctx = self.enter(base, stride, rank)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):
@@ -201,13 +163,3 @@ class AllGatherPull:
                         copy_bytes(place, origin, num_bytes, first, step, self.vectors)
                 sync(ctx, block(), epoch + 2, Phase.leave, False)
             end(ctx, block(), epoch + 2)
-
-
-def first_unit(threads: int) -> Any:
-    """The thread's index in the grid."""
-    return Int64(block()) * threads + thread()
-
-
-def num_units(threads: int) -> Any:
-    """Threads of the grid."""
-    return Int64(cute.arch.grid_dim()[0]) * threads

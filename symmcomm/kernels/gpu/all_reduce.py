@@ -1,6 +1,6 @@
 """All-reduce: each rank ends with ``x[0] ∘ x[1] ∘ … ∘ x[world_size - 1]``, in that order and with the same bits.
 
-**LL**, for small tensors: see ``all_reduce_ll``.
+**LL**, for small tensors: ``reduce_scatter.ReduceScatterLL`` with parts that are all ``same``, and ``all_reduce_ll``.
 
 **Two-shot** (large; symmetric, at the same offset on all ranks). Barrier; rank r reduces slice r of all tensors and
 writes it into slice r of all tensors; barrier. Nobody but rank r touches slice r between the two, and one thread reads
@@ -30,30 +30,24 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from symmcomm.kernels.gpu.all_gather import first_unit, num_units
 from symmcomm.kernels.gpu.all_reduce_ll import slice_bytes
 from symmcomm.kernels.gpu.all_to_all import Exchange
 from symmcomm.kernels.gpu.barrier import sync
-from symmcomm.kernels.gpu.context import Context, begin, block, end
+from symmcomm.kernels.gpu.context import begin, block, end
 from symmcomm.kernels.gpu.copy import clip
-from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
 from symmcomm.kernels.gpu.reduce_scatter import ReduceIncoming
+from symmcomm.kernels.gpu.signatures import Reducing, ReducingTensors
 from symmcomm.kernels.gpu.staged import num_chunks, proceed, start
-from symmcomm.schedule.dtypes import DType, Op
-from symmcomm.schedule.layout_gpu import Layout, Phase
+from symmcomm.kernels.gpu.sweep import first_unit, num_units
+from symmcomm.schedule.layout_gpu import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduceTwoShot:
-    """The two-shot kernel. Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight (of each rank's tensor),
-    ``multimem`` whether the switch reduces; then ``multicast_base`` must be one."""
+class AllReduceTwoShot(Reducing):
+    """The two-shot kernel. Attributes: ``vectors`` a thread has in flight (of each rank's tensor), ``multimem`` whether
+    the switch reduces; then ``multicast_base`` must be one."""
 
-    dtype: DType
-    op: Op
-    world_size: int
-    arch: int
-    threads: int
     vectors: int
     multimem: bool = False
 
@@ -67,14 +61,13 @@ class AllReduceTwoShot:
         stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """``offset``: of ``count`` elements from the start of each rank's heap."""
-        kernel = self.kernel(base, stride, rank, multicast_base, offset, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        self.launch(self.kernel(base, stride, rank, multicast_base, offset, count), grid, stream)
 
     @cute.kernel
     def kernel(
         self, base: Int64, stride: Int64, rank: Int32, multicast_base: Int64, offset: Int64, count: Int64
     ) -> None:
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        ctx = self.enter(base, stride, rank)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):
@@ -88,9 +81,8 @@ class AllReduceTwoShot:
                     multicast_source=multicast_base + offset + at if self.multimem else None,
                     multicast_target=multicast_base + offset + at if self.multimem else None,
                 )
-                reduction = Reduction(self.dtype, self.op, self.world_size, self.arch)
                 first, step = first_unit(self.threads), num_units(self.threads)
-                reduce_bytes(reduction, where, clip(num_bytes - at, per_rank), first, step, self.vectors)
+                reduce_bytes(self.reduction, where, clip(num_bytes - at, per_rank), first, step, self.vectors)
                 sync(ctx, block(), epoch + 2, Phase.leave, False)
             end(ctx, block(), epoch + 2)
 
@@ -117,37 +109,20 @@ class Slices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduceStaged:
-    """The push and staged kernels. Attributes: ``symmetric`` whether the result is (push), ``threads`` a CTA,
-    ``vectors`` of each source a thread has in flight, ``chunk_bytes`` of a slice at a time: a multiple of 16, at most
-    the layout's ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs."""
+class AllReduceStaged(ReducingTensors):
+    """The push and staged kernels. ``source`` and ``result``: ``count`` elements, which may be the same.
 
-    dtype: DType
-    op: Op
-    world_size: int
-    arch: int
-    threads: int
+    Attributes: ``symmetric`` whether the result is, in the heap at the same offset on all ranks (push), ``vectors`` of
+    each source a thread has in flight, ``chunk_bytes`` of a slice at a time: a multiple of 16, at most the layout's
+    ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs."""
+
     vectors: int
     chunk_bytes: int
     symmetric: bool
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Placeholders for ``compile``."""
-        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
-
-    @cute.jit
-    def __call__(
-        self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64, grid: Int32,
-        stream: cuda.CUstream,
-    ) -> None:  # fmt: skip
-        """``source`` and ``result``: addresses of ``count`` elements, which may be the same. If ``symmetric``, the
-        result is in the heap, at the same offset on all ranks."""
-        kernel = self.kernel(base, stride, rank, source, result, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
-
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        ctx = self.enter(base, stride, rank)
         total = count * self.dtype.itemsize
         per_rank = slice_bytes(total, self.world_size)
         slices: dict[str, Any] = {"rank": rank, "num_bytes": per_rank, "total": total}
@@ -158,8 +133,7 @@ class AllReduceStaged:
         common: dict[str, Any] = {"ctx": ctx, "chunk_bytes": self.chunk_bytes, "threads": self.threads}
         common["vectors"] = self.vectors
         job = ReduceIncoming(
-            **common, parts=parts, own=own, own_bytes=own_bytes,
-            reduction=Reduction(self.dtype, self.op, self.world_size, self.arch),
+            **common, parts=parts, own=own, own_bytes=own_bytes, reduction=self.reduction,
             targets=tuple(target + Int64(ctx.neighbour(hop) - rank) * stride for hop in hops),
         )  # fmt: skip
         in_order, epoch = begin(ctx, block())

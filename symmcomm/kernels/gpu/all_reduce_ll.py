@@ -1,9 +1,10 @@
-"""All-reduce of small tensors, symmetric or not, in cells that carry their own flag (see ``cells``).
+"""LL two-shot: an all-reduce of tensors, symmetric or not, in cells that carry their own flag (see ``cells``).
 
-**LL**: every rank sends all of its tensor to all, and reduces what it gets.
+Cells of slice p go to rank p, which reduces them and sends the result to all, in cells of the next epoch. Those go
+where cells of two epochs before were, and their receiver has answered at this one.
 
-**LL two-shot**: cells of slice p go to rank p, which reduces them and sends the result to all, in cells of the next
-epoch. Those go where cells of two epochs before were, and their receiver has answered at this one.
+In one shot (every rank sends its whole tensor to all): ``reduce_scatter.ReduceScatterLL`` with parts that are all
+``same``.
 """
 
 from __future__ import annotations
@@ -11,100 +12,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu import cells as ll
-from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
-from symmcomm.kernels.gpu.elements import Reduction
+from symmcomm.kernels.gpu.context import begin, block, end, thread
 from symmcomm.kernels.gpu.primitives import pick
-from symmcomm.schedule.dtypes import DType, Op
-from symmcomm.schedule.layout_gpu import Layout
+from symmcomm.kernels.gpu.signatures import ReducingTensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduceLL:
-    """The LL kernel. Attributes: ``threads`` a CTA, ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``;
-    ``early`` as in ``context.enter``. Launch with as many CTAs as the data has parts of ``cells`` rows."""
+class AllReduceLLTwoShot(ReducingTensors):
+    """The kernel. ``source`` and ``result``: ``count`` elements, which may be the same.
 
-    dtype: DType
-    op: Op
-    world_size: int
-    arch: int
-    threads: int
+    Attributes: ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``. Launch with as many CTAs as a slice
+    (``slice_bytes``) has parts of ``cells`` rows."""
+
     cells: int
-    early: bool = False
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Placeholders for ``compile``."""
-        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
-
-    @cute.jit
-    def __call__(
-        self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64, grid: Int32,
-        stream: cuda.CUstream,
-    ) -> None:  # fmt: skip
-        """``source`` and ``result``: addresses of ``count`` elements, which may be the same."""
-        kernel = self.kernel(base, stride, rank, source, result, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
-        reduction = Reduction(self.dtype, self.op, self.world_size, self.arch)
-        cells = ll.Cells(self.threads, self.cells, self.dtype.itemsize)
-        num_bytes, first = count * self.dtype.itemsize, cells.first_byte()
-        # In flight together with the loads of begin().
-        own = [ll.load_words(source, first + k * cells.row_bytes, num_bytes, cells) for k in range(self.cells)]
-        in_order, epoch = begin(ctx, block())
-        if in_order:
-            ll.remind(ctx, epoch)
-            epoch += 1
-            for k in cutlass.range_constexpr(self.cells):
-                if first + k * cells.row_bytes < num_bytes:
-                    for hop in cutlass.range_constexpr(1, self.world_size):
-                        ll.send(ctx, epoch, ctx.neighbour(hop), k * self.threads + thread(), own[k])
-            got, arrived = ll.receive(ctx, cells, epoch, first, num_bytes, None)
-            if arrived:
-                for k in cutlass.range_constexpr(self.cells):
-                    words = reduction.reduce(ll.in_rank_order(ctx, cells, own[k], got, k))
-                    ll.store_words(result, first + k * cells.row_bytes, num_bytes, cells, words)
-            end(ctx, block(), epoch)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllReduceLLTwoShot:
-    """The LL two-shot kernel. Attributes as of ``AllReduceLL``. Launch with as many CTAs as a slice (``slice_bytes``)
-    has parts of ``cells`` rows."""
-
-    dtype: DType
-    op: Op
-    world_size: int
-    arch: int
-    threads: int
-    cells: int
-    early: bool = False
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Placeholders for ``compile``."""
-        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
-
-    @cute.jit
-    def __call__(
-        self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64, grid: Int32,
-        stream: cuda.CUstream,
-    ) -> None:  # fmt: skip
-        """``source`` and ``result``: addresses of ``count`` elements, which may be the same."""
-        kernel = self.kernel(base, stride, rank, source, result, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
-
-    @cute.kernel
-    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
+        ctx = self.enter(base, stride, rank)
         cells = ll.Cells(self.threads, self.cells, self.dtype.itemsize)
         slices = Slices(self.world_size, source, result, count * self.dtype.itemsize)
         first, step = cells.first_byte(), cells.row_bytes
@@ -115,11 +44,7 @@ class AllReduceLLTwoShot:
         in_order, epoch = begin(ctx, block())
         if in_order:
             ll.remind(ctx, epoch)
-            for k in cutlass.range_constexpr(self.cells):
-                if first + k * step < slices.num_bytes:
-                    for hop in cutlass.range_constexpr(1, self.world_size):
-                        ll.send(ctx, epoch + 1, ctx.neighbour(hop), k * self.threads + thread(), own[k][hop])
-            got, arrived = ll.receive(ctx, cells, epoch + 1, first, slices.num_bytes, None)
+            got, arrived = ll.exchange(ctx, cells, epoch + 1, first, slices.num_bytes, own)
             if arrived:
                 self._distribute(ctx, cells, slices, epoch + 2, [words[0] for words in own], got)
             end(ctx, block(), epoch + 2)
@@ -130,8 +55,7 @@ class AllReduceLLTwoShot:
         own: cutlass.Constexpr, got: cutlass.Constexpr,
     ) -> None:  # fmt: skip
         """Reduces this rank's cells, sends them to all, and stores those of all slices."""
-        reduction = Reduction(self.dtype, self.op, self.world_size, self.arch)
-        first, step = cells.first_byte(), cells.row_bytes
+        reduction, first, step = self.reduction, cells.first_byte(), cells.row_bytes
         reduced = [reduction.reduce(ll.in_rank_order(ctx, cells, own[k], got, k)) for k in range(self.cells)]
         for k in cutlass.range_constexpr(self.cells):
             if first + k * step < slices.num_bytes:
@@ -140,7 +64,7 @@ class AllReduceLLTwoShot:
                 slices.store(ctx.rank, first + k * step, cells, reduced[k])
         results, arrived = ll.receive(ctx, cells, epoch, first, slices.num_bytes, None)
         if arrived:
-            for index, peer in enumerate(ll.senders(ctx)):
+            for index, peer in enumerate(ctx.senders):
                 for k in cutlass.range_constexpr(self.cells):
                     if peer != ctx.rank:
                         slices.store(peer, first + k * step, cells, ll.words_of(cells, results, index, k))

@@ -126,7 +126,7 @@ class AllReduceNormLL:
         for k, index in enumerate(rows.indices):
             ordered = [
                 [pick(live[k], word, Uint32(0)) for word in vector]  # what is not live has not been received
-                for vector in unflagged.in_rank_order(ctx, own[k], got, k, self.vectors)
+                for vector in ctx.in_rank_order(own[k], unflagged.vectors_of(ctx, got, k, self.vectors))
             ]
             added, rounded = math.add_residual(math.sum_of(ordered), residual[k])
             rows.access.store(target, index, rounded, kept)

@@ -26,8 +26,9 @@ from cutlass import Int32, Int64, Uint32
 from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
 from symmcomm.kernels.gpu.copy import clip, copy_bytes
 from symmcomm.kernels.gpu.primitives import complain, load, pick, store
-from symmcomm.kernels.gpu.staged import chunk_offset, hear, num_chunks, proceed, start
-from symmcomm.schedule.layout_gpu import AHEAD, Layout, Phase
+from symmcomm.kernels.gpu.signatures import MovingParts, Placed
+from symmcomm.kernels.gpu.staged import chunk_offset, hear, num_chunks, proceed, run, start
+from symmcomm.schedule.layout_gpu import AHEAD, Phase
 
 ROW_BYTES = 32
 """A row of the table of parts, one for each peer: four i64."""
@@ -117,37 +118,22 @@ class Exchange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllToAllStaged:
+class AllToAllStaged(MovingParts):
     """Equal parts through staging memory; all-gather if the source pitch is 0, scatter or broadcast with a sender.
 
-    Attributes: ``threads`` a CTA, ``vectors`` a thread has in flight, ``chunk_bytes`` of a part at a time: a multiple
-    of 16, at most the layout's ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs.
+    Attributes: ``vectors`` a thread has in flight, ``chunk_bytes`` of a part at a time: a multiple of 16, at most the
+    layout's ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs.
     """
 
-    world_size: int
-    threads: int
     vectors: int
     chunk_bytes: int
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Placeholders for ``compile``."""
-        return (Int64(0), Int64(0), Int32(0), *[Int64(0)] * 5, Int32(0), Int32(1))
-
-    @cute.jit
-    def __call__(
-        self, base: Int64, stride: Int64, rank: Int32, source: Int64, source_pitch: Int64, target: Int64,
-        target_pitch: Int64, num_bytes: Int64, sender: Int32, grid: Int32, stream: cuda.CUstream,
-    ) -> None:  # fmt: skip
-        """``source`` and ``target``: addresses; pitches and ``num_bytes`` (of one part, not 0) in bytes."""
-        kernel = self.kernel(base, stride, rank, source, source_pitch, target, target_pitch, num_bytes, sender)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
     def kernel(
         self, base: Int64, stride: Int64, rank: Int32, source: Int64, source_pitch: Int64, target: Int64,
         target_pitch: Int64, num_bytes: Int64, sender: Int32,
     ) -> None:  # fmt: skip
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        ctx = self.enter(base, stride, rank)
         parts = Parts(
             rank=rank, source=source, source_pitch=source_pitch, target=target, target_pitch=target_pitch,
             num_bytes=num_bytes, sender=sender,
@@ -155,20 +141,13 @@ class AllToAllStaged:
         job = Exchange(
             ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors
         )
-        in_order, epoch = begin(ctx, block())
-        num = num_chunks(num_bytes, self.chunk_bytes)
-        if in_order and num > 0:
-            start(ctx, epoch, num, job)
-            proceed(ctx, epoch, num, job, True)
-            end(ctx, block(), epoch + Uint32(num))
+        run(ctx, num_bytes, job)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllToAllUneven:
+class AllToAllUneven(Placed):
     """Parts of any size through staging memory. Attributes as in ``AllToAllStaged``."""
 
-    world_size: int
-    threads: int
     vectors: int
     chunk_bytes: int
 
@@ -182,12 +161,11 @@ class AllToAllUneven:
         stream: cuda.CUstream,
     ) -> None:  # fmt: skip
         """``table``: see ``TableOfParts``, 16-byte aligned. ``source`` and ``target`` must not overlap."""
-        kernel = self.kernel(base, stride, rank, source, target, table)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        self.launch(self.kernel(base, stride, rank, source, target, table), grid, stream)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, target: Int64, table: Int64) -> None:
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        ctx = self.enter(base, stride, rank)
         parts = TableOfParts(table=table, source=source, target=target)
         job = Exchange(
             ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors

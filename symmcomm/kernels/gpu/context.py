@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from symmcomm.kernels.gpu.primitives import load, sleep, store
+from symmcomm.kernels.gpu.primitives import load, pick, sleep, store
 from symmcomm.schedule import layout_gpu as at
 from symmcomm.schedule.layout_gpu import Layout
 
@@ -46,6 +46,21 @@ class Context:
         """The rank ``step`` (0 ≤ step ≤ world_size) after this one, round the ring."""
         peer = self.rank + Int32(step)
         return peer - Int32(peer >= Int32(self.world_size)) * Int32(self.world_size)
+
+    @property
+    def senders(self) -> list[Any]:
+        """Ranks whose slots are read: the other one of two, else all (the own one is not used, but has an index)."""
+        if self.world_size == 2:
+            return [Int32(1) - self.rank]
+        return [Int32(peer) for peer in range(self.world_size)]
+
+    def in_rank_order(self, own: list[Any], came: list[list[Any]]) -> list[list[Any]]:
+        """The numbers of all ranks: this one's ``own``, and those that came from the ``senders``."""
+        others = came * 2 if self.world_size == 2 else came
+        return [
+            [pick(self.rank == peer, mine, theirs) for mine, theirs in zip(own, other, strict=True)]
+            for peer, other in enumerate(others)
+        ]
 
     def pad(self, peer: Any, channel: Any, sender: Any) -> Any:
         """The word in the peer's heap that ``sender`` signals on a channel."""

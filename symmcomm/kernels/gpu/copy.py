@@ -5,14 +5,17 @@ Units are as wide as both addresses allow (16 bytes, 4 or 1); the rest goes byte
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int64
 
+from symmcomm.kernels.gpu.context import Context
 from symmcomm.kernels.gpu.elements import load_vector, store_vector
-from symmcomm.kernels.gpu.primitives import multimem_st, opaque, pick
+from symmcomm.kernels.gpu.primitives import multimem_st, pick
+from symmcomm.kernels.gpu.sweep import places, sweep
 
 
 @cute.jit
@@ -49,45 +52,38 @@ def copy_to_ranks(
     _sweep_ranks(ctx, target + done, source + done, pitch, num_bytes - done, first, step, 1, 1)
 
 
-@cute.jit
 def _sweep_ranks(
-    ctx: cutlass.Constexpr, target: Int64, source: Int64, pitch: Int64, num: Int64, first: Int64, step: Int64,
-    vectors: cutlass.Constexpr, unit: cutlass.Constexpr,
-) -> None:  # fmt: skip
-    i = first
-    while i < opaque(num):
-        for hop in cutlass.range(1, ctx.world_size + 1, unroll=1):
-            peer = ctx.neighbour(hop)
-            place, origin = ctx.peer_address(peer, target), source + Int64(peer) * pitch
-            if place != origin:
-                _batch(place, origin, num, i, step, vectors, unit, False)
-        i += vectors * step
+    ctx: Context, target: Any, source: Any, pitch: Any, num: Any, first: Any, step: Any, vectors: int, unit: int
+) -> None:
+    sweep(num, first, step, vectors, partial(_batch_to_ranks, ctx, target, source, pitch, num, step, vectors, unit))
 
 
 @cute.jit
-def multicast_vectors(
-    target: Int64, source: Int64, num: Int64, first: Int64, step: Int64, vectors: cutlass.Constexpr
-) -> None:
+def _batch_to_ranks(
+    ctx: cutlass.Constexpr, target: Int64, source: Int64, pitch: Int64, num: Int64, step: Int64,
+    vectors: cutlass.Constexpr, unit: cutlass.Constexpr, i: Int64,
+) -> None:  # fmt: skip
+    for hop in cutlass.range(1, ctx.world_size + 1, unroll=1):
+        peer = ctx.neighbour(hop)
+        place, origin = ctx.peer_address(peer, target), source + Int64(peer) * pitch
+        if place != origin:
+            _batch(place, origin, num, step, vectors, unit, False, i)
+
+
+def multicast_vectors(target: Any, source: Any, num: Any, first: Any, step: Any, vectors: int) -> None:
     """Of ``num`` units of 16 bytes; ``target`` is a multicast address."""
     _sweep(target, source, num, first, step, vectors, 16, True)
 
 
-@cute.jit
 def _sweep(
-    target: Int64, source: Int64, num: Int64, first: Int64, step: Int64, vectors: cutlass.Constexpr,
-    unit: cutlass.Constexpr, switch: cutlass.Constexpr,
-) -> None:  # fmt: skip
-    i = first
-    while i < opaque(num):
-        _batch(target, source, num, i, step, vectors, unit, switch)
-        i += vectors * step
+    target: Any, source: Any, num: Any, first: Any, step: Any, vectors: int, unit: int, switch: bool
+) -> None:
+    sweep(num, first, step, vectors, partial(_batch, target, source, num, step, vectors, unit, switch))
 
 
-def _batch(target: Any, source: Any, num: Any, i: Any, step: Any, vectors: int, unit: int, switch: bool) -> None:
+def _batch(target: Any, source: Any, num: Any, step: Any, vectors: int, unit: int, switch: bool, i: Any) -> None:
     """Units i, i + step, …: all loads first, so that they are in flight together."""
-    # The first is always there. No predicate: it would be folded to a literal, which PTX has no form for.
-    here = [(i * unit, None)]
-    here += [((i + u * step) * unit, i + u * step < num) for u in range(1, vectors)]
+    here = places(0, num, i, step, vectors, unit)
     loaded = [load_vector(source + at, unit, semantics="relaxed", when=live) for at, live in here]
     for (at, live), words in zip(here, loaded, strict=True):
         if switch:

@@ -10,7 +10,7 @@ from typing import Any
 
 from symmcomm.kernels.gpu.all_gather import AllGatherLL, AllGatherPull, AllGatherPush
 from symmcomm.kernels.gpu.all_reduce import AllReduceStaged, AllReduceTwoShot
-from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLL, AllReduceLLTwoShot
+from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLLTwoShot
 from symmcomm.kernels.gpu.all_to_all import AllToAllStaged, AllToAllUneven
 from symmcomm.kernels.gpu.compile import Kernel
 from symmcomm.kernels.gpu.reduce_scatter import ReduceScatterLL, ReduceScatterPull, ReduceScatterStaged
@@ -23,7 +23,7 @@ def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, 
     reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
     match shape.algorithm:
         case Algorithm.ll:
-            return AllReduceLL(**reduction, **_cells(shape, early))
+            return ReduceScatterLL(**reduction, **_cells(shape, early), same=True)
         case Algorithm.ll_two_shot:
             return AllReduceLLTwoShot(**reduction, **_cells(shape, early))
         case Algorithm.two_shot:

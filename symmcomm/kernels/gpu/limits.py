@@ -20,10 +20,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from symmcomm.kernels.gpu.all_gather import first_unit, num_units
 from symmcomm.kernels.gpu.context import Context, thread
 from symmcomm.kernels.gpu.copy import copy_bytes
 from symmcomm.kernels.gpu.primitives import signal, wait
+from symmcomm.kernels.gpu.sweep import first_unit, num_units
 from symmcomm.schedule.layout_gpu import Layout, Phase
 
 

@@ -124,19 +124,9 @@ class QKNormArguments(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
-    """One head: whether it exists, whether it is a query's, and its addresses."""
-
-    live: Any
-    is_query: Any
-    source: Any
-    output: Any
-
-
-@dataclass(frozen=True, kw_only=True)
 class QKNorm:
     """RMSNorm of every head of queries and keys in one launch: ``head_dim`` elements over ``lanes`` threads of a warp,
-    ``vectors`` each; ``heads`` heads one after the other a team, all their loads in flight together.
+    ``vectors`` each. A team of lanes has one head, of ``tokens`` tokens, all their loads in flight together.
 
     Attributes: ``warps`` a CTA; ``aligned`` and ``pdl`` as of ``RMSNorm``.
     """
@@ -146,7 +136,7 @@ class QKNorm:
     head_dim: int
     lanes: int
     vectors: int
-    heads: int
+    tokens: int
     warps: int
     aligned: bool
     pdl: bool = False
@@ -154,59 +144,45 @@ class QKNorm:
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
         zeros: list[Any] = [Int64(0)] * 14 + [Int32(0)] * 3 + [Float32(0.0)] * 2
-        return (QKNormArguments(*zeros), Int32(1))
+        return (QKNormArguments(*zeros),)
 
     @cute.jit
-    def __call__(self, tensors: QKNormArguments, grid: Int32, stream: cuda.CUstream) -> None:
-        """``grid`` · warps · (32 / lanes) · heads ≥ tokens · (query_heads + key_heads)."""
-        per_token = cute.fast_divmod_create_divisor_v2(tensors.query_heads + tensors.key_heads)
-        self.kernel(tensors, per_token).launch(
-            grid=(grid, 1, 1), block=(32 * self.warps, 1, 1), use_pdl=self.pdl, stream=stream
-        )
+    def __call__(self, tensors: QKNormArguments, stream: cuda.CUstream) -> None:
+        """As many CTAs as there are heads and tokens for."""
+        teams = 32 * self.warps // self.lanes
+        heads, tokens = tensors.query_heads + tensors.key_heads, tensors.tokens
+        self.kernel(tensors).launch(
+            grid=((tokens + (self.tokens - 1)) // self.tokens, (heads + (teams - 1)) // teams, 1),
+            block=(32 * self.warps, 1, 1), use_pdl=self.pdl, stream=stream,
+        )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, tensors: QKNormArguments, per_token: cute.FastDivmodDivisorV2) -> None:
+    def kernel(self, tensors: QKNormArguments) -> None:
         math = Math(dtype=self.dtype, world_size=1, arch=self.arch)
-        access = math.access(self.aligned, Int32(self.head_dim))
-        lane, team = thread() % self.lanes, thread() // self.lanes
-        teams = 32 * self.warps // self.lanes
-        indices = [lane + v * self.lanes for v in range(self.vectors)]
-        weights = [
-            [w for i in indices for w in access.load(address, i, tensors.tokens > 0)]
-            for address in (tensors.query_weight, tensors.key_weight)
-        ]
+        access, t = math.access(self.aligned, Int32(self.head_dim)), tensors
+        indices = [thread() % self.lanes + v * self.lanes for v in range(self.vectors)]
+        head = cute.arch.block_idx()[1] * (32 * self.warps // self.lanes) + thread() // self.lanes
+        is_query = head < t.query_heads
+        number = Int64(pick(is_query, head, head - t.query_heads))
+        weight = pick(is_query, t.query_weight, t.key_weight)
+        source = pick(is_query, t.query, t.key) + number * pick(is_query, t.query_head_pitch, t.key_head_pitch)
+        pitch = pick(is_query, t.query_pitch, t.key_pitch)
+        tokens = [block() * self.tokens + k for k in range(self.tokens)]
+        live = [(head < t.query_heads + t.key_heads) & (token < t.tokens) for token in tokens]
+        weights = [w for i in indices for w in access.load(weight, i, live[0])]
         after_previous_kernel(self.pdl)
-        first = block() * (teams * self.heads) + team
-        heads = [self._head(tensors, per_token, first + h * teams) for h in range(self.heads)]
-        loaded = [[access.load(head.source, i, head.live) for i in indices] for head in heads]
-        for head, words in zip(heads, loaded, strict=True):
+        loaded = [
+            [access.load(source + Int64(token) * pitch, i, here) for i in indices]
+            for token, here in zip(tokens, live, strict=True)
+        ]
+        output = pick(is_query, t.query_output, t.key_output)
+        output += number * pick(is_query, t.query_output_head_pitch, t.key_output_head_pitch)
+        pitch = pick(is_query, t.query_output_pitch, t.key_output_pitch)
+        for words, here, token in zip(loaded, live, tokens, strict=True):
             values = [math.sum_of([w]) for w in words]
-            squares = [tree([t * t for t in vector], add) for vector in values]
+            squares = [tree([x * x for x in vector], add) for vector in values]
             total = Team(threads=self.lanes).combine(tree(squares, add), add, 0)
-            inverse = inverse_root(total, self.head_dim, tensors.eps)
-            weight = [pick(head.is_query, q, k) for q, k in zip(*weights, strict=True)]
+            inverse = inverse_root(total, self.head_dim, t.eps)
             for v, (i, vector) in enumerate(zip(indices, values, strict=True)):
-                scaled = math.normalised(vector, inverse, [weight[4 * v : 4 * v + 4]], tensors.weight_bias)
-                access.store(head.output, i, math.narrow(scaled), head.live)
-
-    def _head(self, tensors: QKNormArguments, per_token: Any, number: Any) -> Head:
-        """Head ``number``, counted over the query's heads of a token, then the key's, then the next token's."""
-        token, head = divmod(Int32(number), per_token)
-        token = Int64(token)
-        is_query = head < tensors.query_heads
-        query, key = Int64(head), Int64(head - tensors.query_heads)
-        t = tensors
-        return Head(
-            live=token < tensors.tokens,
-            is_query=is_query,
-            source=pick(
-                is_query,
-                t.query + token * t.query_pitch + query * t.query_head_pitch,
-                t.key + token * t.key_pitch + key * t.key_head_pitch,
-            ),
-            output=pick(
-                is_query,
-                t.query_output + token * t.query_output_pitch + query * t.query_output_head_pitch,
-                t.key_output + token * t.key_output_pitch + key * t.key_output_head_pitch,
-            ),
-        )
+                scaled = math.normalised(vector, inverse, [weights[4 * v : 4 * v + 4]], t.weight_bias)
+                access.store(output + Int64(token) * pitch, i, math.narrow(scaled), here)

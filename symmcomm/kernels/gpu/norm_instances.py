@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from symmcomm.kernels.gpu.all_reduce_norm import AllReduceNormStaged
 from symmcomm.kernels.gpu.all_reduce_norm_ll import AllReduceNormLL
 from symmcomm.kernels.gpu.norm import QKNorm, RMSNorm
 from symmcomm.kernels.gpu.reduce_scatter_norm import ReduceScatterNorm
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.select_norm import RowLaunch
+from symmcomm.schedule.select_norm import QK_WARPS, Form, RowLaunch
 
 
 def rms_norm(
@@ -28,20 +31,23 @@ def qk_norm(
 ) -> QKNorm:
     """See ``select_norm.qk_norm_shape``."""
     return QKNorm(
-        dtype=dtype, arch=arch, head_dim=head_dim, lanes=shape.threads, vectors=shape.unroll, heads=shape.rows,
-        warps=4, aligned=aligned, pdl=pdl,
+        dtype=dtype, arch=arch, head_dim=head_dim, lanes=shape.threads, vectors=shape.unroll, tokens=shape.rows,
+        warps=QK_WARPS, aligned=aligned, pdl=pdl,
     )  # fmt: skip
 
 
 def exchange_norm(
     shape: RowLaunch, dtype: DType, world_size: int, arch: int, *, aligned: bool, scatter: bool = False,
     bias: bool = False, quantize: bool = False, pdl: bool = False,
-) -> AllReduceNormLL:  # fmt: skip
-    """All-reduce, or with ``scatter`` reduce-scatter, and norm, of any tensors: the LL form."""
-    return AllReduceNormLL(
-        dtype=dtype, world_size=world_size, arch=arch, threads=shape.threads, vectors=shape.unroll,
-        cluster=shape.cluster, aligned=aligned, scatter=scatter, bias=bias, quantize=quantize, pdl=pdl,
-    )  # fmt: skip
+) -> AllReduceNormLL | AllReduceNormStaged:  # fmt: skip
+    """All-reduce, or with ``scatter`` reduce-scatter, and norm, of any tensors: the LL or the staged form."""
+    common: dict[str, Any] = {
+        "dtype": dtype, "world_size": world_size, "arch": arch, "threads": shape.threads, "vectors": shape.unroll,
+        "aligned": aligned, "scatter": scatter, "bias": bias, "quantize": quantize, "pdl": pdl,
+    }  # fmt: skip
+    if shape.form is Form.ll:
+        return AllReduceNormLL(**common, cluster=shape.cluster)
+    return AllReduceNormStaged(**common, rows=shape.rows, pieces=shape.pieces)
 
 
 def direct_norm(

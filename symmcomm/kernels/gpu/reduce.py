@@ -8,6 +8,7 @@ its sum is its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -16,7 +17,7 @@ from cutlass import Int64
 
 from symmcomm.kernels.gpu import multimem
 from symmcomm.kernels.gpu.elements import Reduction, load_vector, store_vector
-from symmcomm.kernels.gpu.primitives import opaque
+from symmcomm.kernels.gpu.sweep import places, sweep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,24 +56,17 @@ def reduce_bytes(
     _sweep(reduction, where, done, (num_bytes - done) // itemsize, first, step, vectors, itemsize)
 
 
-@cute.jit
 def _sweep(
-    reduction: cutlass.Constexpr, where: cutlass.Constexpr, offset: Int64, num: Int64, first: Int64, step: Int64,
-    vectors: cutlass.Constexpr, unit: cutlass.Constexpr,
-) -> None:  # fmt: skip
-    i = first
-    while i < opaque(num):
-        _batch(reduction, where, offset, num, i, step, vectors, unit)
-        i += vectors * step
+    reduction: Reduction, where: Addresses, offset: Any, num: Any, first: Any, step: Any, vectors: int, unit: int
+) -> None:
+    sweep(num, first, step, vectors, partial(_batch, reduction, where, offset, num, step, vectors, unit))
 
 
 def _batch(
-    reduction: Reduction, where: Addresses, offset: Any, num: Any, i: Any, step: Any, vectors: int, unit: int
+    reduction: Reduction, where: Addresses, offset: Any, num: Any, step: Any, vectors: int, unit: int, i: Any
 ) -> None:
     """Units i, i + step, …: all loads first, so that they are in flight together."""
-    # The first is always there. No predicate: it would be folded to a literal, which PTX has no form for.
-    here = [(offset + i * unit, None)]
-    here += [(offset + (i + u * step) * unit, i + u * step < num) for u in range(1, vectors)]
+    here = places(offset, num, i, step, vectors, unit)
     if where.multicast_source is not None and multimem.form(reduction, unit) is not None:
         reduced = [multimem.ld_reduce(reduction, where.multicast_source + at, unit, when=live) for at, live in here]
         for (at, live), words in zip(here, reduced, strict=True):

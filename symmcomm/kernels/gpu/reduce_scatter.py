@@ -10,6 +10,8 @@ chunk of all parts before it writes there. Stores over a link are faster than lo
 **Pull** (the input symmetric, at the same offset on all ranks): barrier; rank r reduces part r out of all inputs;
 barrier, as an input may change once its rank's kernel is done. With ``multimem`` the switch reduces; the order of its
 sum is its own. The output may be part r of the input.
+
+The LL and staged kernels are all-reduces in one shot if all parts are the ``same``.
 """
 
 from __future__ import annotations
@@ -23,67 +25,47 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu import cells as ll
-from symmcomm.kernels.gpu.all_gather import first_unit, num_units
 from symmcomm.kernels.gpu.all_to_all import Exchange, Parts
 from symmcomm.kernels.gpu.barrier import sync
-from symmcomm.kernels.gpu.context import Context, begin, block, end, enter, thread
+from symmcomm.kernels.gpu.context import begin, block, end
 from symmcomm.kernels.gpu.copy import clip
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.primitives import pick
 from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
-from symmcomm.kernels.gpu.staged import chunk_offset, num_chunks, proceed, start
-from symmcomm.schedule.dtypes import DType, Op
-from symmcomm.schedule.layout_gpu import Layout, Phase
+from symmcomm.kernels.gpu.signatures import Reducing, ReducingTensors
+from symmcomm.kernels.gpu.staged import chunk_offset, run
+from symmcomm.kernels.gpu.sweep import first_unit, num_units
+from symmcomm.schedule.layout_gpu import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceScatterLL:
-    """The LL kernel. Attributes: ``threads`` a CTA, ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``;
-    ``early`` as in ``context.enter``. Launch with as many CTAs as the part has parts of ``cells`` rows."""
+class ReduceScatterLL(ReducingTensors):
+    """The LL kernel. ``source``: ``world_size`` parts of ``count`` elements, or if all parts are the ``same`` that one,
+    which makes it an all-reduce; ``result``: ``count`` elements.
 
-    dtype: DType
-    op: Op
-    world_size: int
-    arch: int
-    threads: int
+    Attributes: ``cells`` a thread; a CTA's cells must fit ``ll_slot_bytes``. Launch with as many CTAs as the part has
+    parts of ``cells`` rows."""
+
     cells: int
-    early: bool = False
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Placeholders for ``compile``."""
-        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
-
-    @cute.jit
-    def __call__(
-        self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64, grid: Int32,
-        stream: cuda.CUstream,
-    ) -> None:  # fmt: skip
-        """``source``: address of ``world_size`` parts of ``count`` elements; ``output``: of ``count`` elements."""
-        kernel = self.kernel(base, stride, rank, source, output, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+    same: bool = False
 
     @cute.kernel
-    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64) -> None:
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
-        enter(self.early)
-        reduction = Reduction(self.dtype, self.op, self.world_size, self.arch)
+    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
+        ctx = self.enter(base, stride, rank)
         cells = ll.Cells(self.threads, self.cells, self.dtype.itemsize)
         num_bytes, first, step = count * self.dtype.itemsize, cells.first_byte(), cells.row_bytes
-        parts = [source + Int64(ctx.neighbour(hop)) * num_bytes for hop in range(self.world_size)]
-        own = [[ll.load_words(part, first + k * step, num_bytes, cells) for part in parts] for k in range(self.cells)]
+        pitch = None if self.same else num_bytes
+        # In flight together with the loads of begin().
+        own = [ll.load_parts(ctx, cells, source, pitch, first + k * step, num_bytes) for k in range(self.cells)]
         in_order, epoch = begin(ctx, block())
         if in_order:
             ll.remind(ctx, epoch)
             epoch += 1
-            for k in cutlass.range_constexpr(self.cells):
-                if first + k * step < num_bytes:
-                    for hop in cutlass.range_constexpr(1, self.world_size):
-                        ll.send(ctx, epoch, ctx.neighbour(hop), k * self.threads + thread(), own[k][hop])
-            got, arrived = ll.receive(ctx, cells, epoch, first, num_bytes, None)
+            got, arrived = ll.exchange(ctx, cells, epoch, first, num_bytes, own)
             if arrived:
                 for k in cutlass.range_constexpr(self.cells):
-                    words = reduction.reduce(ll.in_rank_order(ctx, cells, own[k][0], got, k))
-                    ll.store_words(output, first + k * step, num_bytes, cells, words)
+                    words = self.reduction.reduce(ll.in_rank_order(ctx, cells, own[k][0], got, k))
+                    ll.store_words(result, first + k * step, num_bytes, cells, words)
             end(ctx, block(), epoch)
 
 
@@ -113,66 +95,38 @@ class ReduceIncoming(Exchange):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceScatterStaged:
-    """The staged kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight,
-    ``chunk_bytes`` of a part at a time: a multiple of 16, at most the layout's ``staging_slot_bytes``; ``same`` whether
-    all parts are one, which makes it an all-reduce in one shot. At most NUM_STAGED_CHANNELS CTAs."""
+class ReduceScatterStaged(ReducingTensors):
+    """The staged kernel. ``source``: ``world_size`` parts of ``count`` elements, or if all parts are the ``same`` that
+    one, which makes it an all-reduce in one shot; ``result``: ``count`` elements, which may be one of the parts.
 
-    dtype: DType
-    op: Op
-    world_size: int
-    arch: int
-    threads: int
+    Attributes: ``vectors`` of each source a thread has in flight, ``chunk_bytes`` of a part at a time: a multiple of
+    16, at most the layout's ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs."""
+
     vectors: int
     chunk_bytes: int
     same: bool = False
 
-    def arguments(self) -> tuple[Any, ...]:
-        """Placeholders for ``compile``."""
-        return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
-
-    @cute.jit
-    def __call__(
-        self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64, grid: Int32,
-        stream: cuda.CUstream,
-    ) -> None:  # fmt: skip
-        """``source``: address of ``world_size`` parts of ``count`` elements, or of the ``same``; ``output``: of
-        ``count`` elements, which may be one of the parts."""
-        kernel = self.kernel(base, stride, rank, source, output, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
-
     @cute.kernel
-    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, output: Int64, count: Int64) -> None:
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
+        ctx = self.enter(base, stride, rank)
         num_bytes = count * self.dtype.itemsize
         pitch = Int64(0) if self.same else num_bytes
         parts = Parts(
-            rank=rank, source=source, source_pitch=pitch, target=output, target_pitch=Int64(0),
+            rank=rank, source=source, source_pitch=pitch, target=result, target_pitch=Int64(0),
             num_bytes=num_bytes, sender=None,
         )  # fmt: skip
         job = ReduceIncoming(
             ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors,
-            reduction=Reduction(self.dtype, self.op, self.world_size, self.arch), own=source + rank * pitch,
-            own_bytes=num_bytes, targets=(output,),
+            reduction=self.reduction, own=source + rank * pitch, own_bytes=num_bytes, targets=(result,),
         )  # fmt: skip
-        in_order, epoch = begin(ctx, block())
-        num = num_chunks(num_bytes, self.chunk_bytes)
-        if in_order and num > 0:
-            start(ctx, epoch, num, job)
-            proceed(ctx, epoch, num, job, True)
-            end(ctx, block(), epoch + Uint32(num))
+        run(ctx, num_bytes, job)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceScatterPull:
-    """The pull kernel. Attributes: ``threads`` a CTA, ``vectors`` of each source a thread has in flight, ``multimem``
-    whether the switch reduces; then ``multicast_base`` must be one."""
+class ReduceScatterPull(Reducing):
+    """The pull kernel. Attributes: ``vectors`` of each source a thread has in flight, ``multimem`` whether the switch
+    reduces; then ``multicast_base`` must be one."""
 
-    dtype: DType
-    op: Op
-    world_size: int
-    arch: int
-    threads: int
     vectors: int
     multimem: bool = False
 
@@ -187,14 +141,13 @@ class ReduceScatterPull:
     ) -> None:  # fmt: skip
         """``source``: offset of ``world_size`` parts of ``count`` elements from the start of each rank's heap;
         ``output``: address of ``count`` elements."""
-        kernel = self.kernel(base, stride, rank, multicast_base, source, output, count)
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream)
+        self.launch(self.kernel(base, stride, rank, multicast_base, source, output, count), grid, stream)
 
     @cute.kernel
     def kernel(
         self, base: Int64, stride: Int64, rank: Int32, multicast_base: Int64, source: Int64, output: Int64, count: Int64
     ) -> None:
-        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        ctx = self.enter(base, stride, rank)
         in_order, epoch = begin(ctx, block())
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):
@@ -205,8 +158,7 @@ class ReduceScatterPull:
                     targets=(output,),
                     multicast_source=multicast_base + at if self.multimem else None,
                 )
-                reduction = Reduction(self.dtype, self.op, self.world_size, self.arch)
                 first, step = first_unit(self.threads), num_units(self.threads)
-                reduce_bytes(reduction, where, num_bytes, first, step, self.vectors)
+                reduce_bytes(self.reduction, where, num_bytes, first, step, self.vectors)
                 sync(ctx, block(), epoch + 2, Phase.leave, False)
             end(ctx, block(), epoch + 2)

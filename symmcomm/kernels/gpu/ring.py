@@ -14,6 +14,10 @@ pair has K. Message s of iteration t is announced by epoch e + t · K + s + 1 on
 Words only grow, as a rank sends in the order of its table; at the end of the kernel each rank stores its last epoch on
 all peers' pads, so that no word is ever left behind.
 
+A signal waits until the message has left, and the thread that sends it does. So what the early rows send is announced
+only after the first late row has been done, where the plan allows that (``ring_gpu.may_defer``), by the same thread and
+before that row's own signal: then it has left meanwhile.
+
 **Order of the sum, and types**: as ``kernels.cpu.ring``, to the bit. Partial sums travel in ``partial_dtype``; what is
 sent first are elements, so between two ranks nothing is wider than it has to be.
 """
@@ -21,6 +25,7 @@ sent first are elements, so between two ranks nothing is wider than it has to be
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -32,8 +37,9 @@ from symmcomm.kernels.gpu.barrier import arrive
 from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
 from symmcomm.kernels.gpu.copy import clip, copy_bytes
 from symmcomm.kernels.gpu.elements import Reduction, load_vector, store_vector
-from symmcomm.kernels.gpu.primitives import agree, load, opaque, pick, signal, wait
+from symmcomm.kernels.gpu.primitives import agree, load, pick, signal, wait
 from symmcomm.kernels.gpu.staged import chunk_offset, num_chunks
+from symmcomm.kernels.gpu.sweep import places, sweep
 from symmcomm.schedule.dtypes import DType, Op, partial_dtype
 from symmcomm.schedule.layout_gpu import DEPTH, Layout, Phase
 from symmcomm.schedule.ring_gpu import HEADER_WORDS, ROW_WORDS, SOURCE_WORDS, RingShape
@@ -54,6 +60,7 @@ class _Call:
     num_rows: Any
     num_early: Any
     num_signals: Any
+    deferred: Any
     num_chunks: Any
 
 
@@ -95,11 +102,11 @@ class Ring:
         in_order, epoch = begin(ctx, block())
         num = num_chunks(pitch, self.shape.chunk_bytes * self.shape.num_lanes)
         if in_order and num > 0:
-            num_rows, num_early, num_signals, _ = load(table, Int32, num=4)
+            num_rows, num_early, num_signals, deferred = load(table, Int32, num=4)
             call = _Call(
                 ctx=ctx, epoch=epoch, table=table, source=source, output=output, total=total, pitch=pitch,
                 output_pitch=output_pitch, num_rows=num_rows, num_early=num_early, num_signals=num_signals,
-                num_chunks=num,
+                deferred=deferred != 0, num_chunks=num,
             )  # fmt: skip
             iteration, met = Int32(0), Boolean(True)
             while iteration <= num and met:
@@ -125,8 +132,7 @@ class Ring:
     @cute.jit
     def _row(self, call: cutlass.Constexpr, number: Int32, chunk: Int32, iteration: Int32) -> Any:
         """One row for one chunk. False on all threads: some wait gave up."""
-        row_bytes = 4 * (ROW_WORDS + SOURCE_WORDS * self.shape.max_sources)
-        row = call.table + 4 * HEADER_WORDS + Int64(number) * row_bytes
+        row = self._address(call, number)
         segment, lane, own, target = load(row, Int32, num=4)
         slot, message, num_sources, _ = load(row + 16, Int32, num=4)
         met = self._hear(call, row, num_sources, chunk)
@@ -149,12 +155,37 @@ class Ring:
                 for idx in cutlass.range_constexpr(len(self.shape.sums)):
                     if (num_sources == self.shape.sums[idx][0]) & ((target < 0) == self.shape.sums[idx][1]):
                         self._add(call, row, chunk, mine, goal, size, self.shape.sums[idx][0], self.shape.sums[idx][1])
-            if target >= 0:
+            late = call.deferred & (iteration > 0)  # whether the early rows' signals are
+            after = late & (number == call.num_early) & (iteration < call.num_chunks)
+            now = (target >= 0) & ~(late & (number < call.num_early))
+            if now | after:
                 cute.arch.sync_threads()
                 if thread() == 0:
-                    epoch = call.epoch + Uint32(iteration * call.num_signals + message + 1)
-                    signal(call.ctx.pad(target, block(), call.ctx.rank), epoch)
+                    if after:
+                        self._signal_early(call, iteration)
+                    if now:
+                        self._signal(call, target, message, iteration)
         return met
+
+    def _address(self, call: _Call, number: Any) -> Any:
+        """Of a row of the table."""
+        row_bytes = 4 * (ROW_WORDS + SOURCE_WORDS * self.shape.max_sources)
+        return call.table + 4 * HEADER_WORDS + Int64(number) * row_bytes
+
+    def _signal(self, call: _Call, target: Any, message: Any, iteration: Any) -> None:
+        epoch = call.epoch + Uint32(iteration * call.num_signals + message + 1)
+        signal(call.ctx.pad(target, block(), call.ctx.rank), epoch)
+
+    @cute.jit
+    def _signal_early(self, call: cutlass.Constexpr, iteration: Int32) -> None:
+        """What all early rows have sent."""
+        number = Int32(0)
+        while number < call.num_early:
+            row = self._address(call, number)
+            target, message = load(row + 12, Int32)[0], load(row + 20, Int32)[0]
+            if target >= 0:
+                self._signal(call, target, message, iteration)
+            number += 1
 
     @cute.jit
     def _hear(self, call: cutlass.Constexpr, row: Int64, num_sources: Int32, chunk: Int32) -> Any:
@@ -195,20 +226,13 @@ class Ring:
         self._sweep(where, Int64(0), done >> 4, self.shape.vectors, 16)
         self._sweep(where, done, (size - done) // self.dtype.itemsize, 1, self.dtype.itemsize)
 
-    @cute.jit
-    def _sweep(
-        self, where: cutlass.Constexpr, offset: Int64, num: Int64, vectors: cutlass.Constexpr, unit: cutlass.Constexpr
-    ) -> None:
-        i = Int64(thread())
-        while i < opaque(num):
-            self._batch(where, offset, num, i, vectors, unit)
-            i += vectors * self.shape.threads
-
-    def _batch(self, where: _Where, offset: Any, num: Any, i: Any, vectors: int, unit: int) -> None:
-        """Units i, i + threads, …: all loads first, so that they are in flight together."""
+    def _sweep(self, where: _Where, offset: Any, num: Any, vectors: int, unit: int) -> None:
         step = self.shape.threads
-        here = [(offset + i * unit, None)]
-        here += [(offset + (i + u * step) * unit, i + u * step < num) for u in range(1, vectors)]
+        sweep(num, Int64(thread()), step, vectors, partial(self._batch, where, offset, num, vectors, unit))
+
+    def _batch(self, where: _Where, offset: Any, num: Any, vectors: int, unit: int, i: Any) -> None:
+        """Units i, i + threads, …: all loads first, so that they are in flight together."""
+        here = places(offset, num, i, self.shape.threads, vectors, unit)
         plain = Reduction(self.dtype, self.op, self.world_size, self.arch)
         wide = Reduction(partial_dtype(self.dtype, self.op), self.op, self.world_size, self.arch)
         mine = [load_vector(where.own + at, unit, semantics="relaxed", when=live) for at, live in here]

@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu.barrier import arrive, meet
-from symmcomm.kernels.gpu.context import block, thread
+from symmcomm.kernels.gpu.context import begin, block, end, thread
 from symmcomm.kernels.gpu.primitives import pick
 from symmcomm.schedule.layout_gpu import AHEAD, Phase
 
@@ -35,6 +35,7 @@ class Job(Protocol):
     """What moves. Threads of a team call; addresses and sizes are values of the running kernel."""
 
     threads: int
+    chunk_bytes: int
 
     def push(self, chunk: Any, number: Any, team: Team) -> None:
         """Sends the CTA's ``chunk`` to all peers, into the slot of that number; nothing where the data has ended."""
@@ -104,6 +105,17 @@ def proceed(
                 arrive(ctx, block(), epoch + 1 + Uint32(chunk + AHEAD))
         chunk += 1
     return met
+
+
+@cute.jit
+def run(ctx: cutlass.Constexpr, num_bytes: Int64, job: cutlass.Constexpr) -> None:
+    """A whole kernel: all chunks of data with ``num_bytes``, which is the same on all ranks."""
+    in_order, epoch = begin(ctx, block())
+    num = num_chunks(num_bytes, job.chunk_bytes)
+    if in_order and num > 0:
+        start(ctx, epoch, num, job)
+        proceed(ctx, epoch, num, job, True)
+        end(ctx, block(), epoch + Uint32(num))
 
 
 @cute.jit

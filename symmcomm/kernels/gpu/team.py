@@ -40,7 +40,7 @@ def tree(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Team:
     """The threads that share a row: ``threads`` of a CTA (a power of two up to 32, or whole warps) in each of
-    ``cluster`` CTAs.
+    ``cluster`` CTAs; or, in one CTA, one of ``num_teams`` that combine at the same time.
 
     ``scratch``: shared memory for ``scratch_size`` floats, unless they are part of one warp. ``barriers``: two
     mbarriers in shared memory, where there are several CTAs; then there are at most two turns.
@@ -48,14 +48,15 @@ class Team:
 
     threads: int
     cluster: int = 1
+    num_teams: int = 1
     scratch: Any = None
     barriers: Any = None
 
     @classmethod
-    def create(cls, threads: int, cluster: int = 1) -> Team:
+    def create(cls, threads: int, cluster: int = 1, num_teams: int = 1) -> Team:
         """With the shared memory that it needs."""
-        team = cls(threads=threads, cluster=cluster)
-        if team.scratch_size == 2:
+        team = cls(threads=threads, cluster=cluster, num_teams=num_teams)
+        if team.is_one_warp:
             return team
         pointer = cute.arch.alloc_smem(Float32, team.scratch_size, alignment=16)
         scratch = cute.make_tensor(pointer, cute.make_layout(team.scratch_size))
@@ -67,14 +68,18 @@ class Team:
         return -(-self.threads // 32)
 
     @property
+    def is_one_warp(self) -> bool:
+        return self.num_warps * self.cluster == 1
+
+    @property
     def scratch_size(self) -> int:
-        return 2 * self.num_warps * self.cluster
+        return 2 * self.num_warps * self.cluster * self.num_teams
 
     def combine(self, value: Any, how: Callable[[Any, Any], Any], turn: Any) -> Any:
         """``how`` of the threads' values (of which 0 changes nothing), the same bits on all of them. All call it, with
         a ``turn`` that is one more each time: the halves of ``scratch`` alternate, so one barrier a time is enough."""
         value = warp_reduce(value, how, min(self.threads, 32))
-        if self.scratch_size == 2:
+        if self.is_one_warp:
             return value
         if self.cluster == 1:
             return _over_warps(value, how, Int32(turn), self)
@@ -83,11 +88,11 @@ class Team:
 
 @cute.jit
 def _over_warps(value: Float32, how: cutlass.Constexpr, turn: Int32, team: cutlass.Constexpr) -> Any:
-    half, scratch = (turn & 1) * team.num_warps, team.scratch
+    half, scratch, warp = (turn & 1) * (team.num_warps * team.num_teams), team.scratch, cute.arch.warp_idx()
     if cute.arch.lane_idx() == 0:
-        scratch[half + cute.arch.warp_idx()] = value
+        scratch[half + warp] = value
     cute.arch.sync_threads()
-    return _combined(how, half, team)
+    return _combined(how, half + warp // team.num_warps * team.num_warps, team)
 
 
 @cute.jit
@@ -103,21 +108,21 @@ def _over_cluster(value: Float32, how: cutlass.Constexpr, turn: cutlass.Constexp
     return _combined(how, Int32(half), team)
 
 
-def _combined(how: Callable[[Any, Any], Any], half: Any, team: Team) -> Any:
-    """``how`` of half the scratch, in the same order on all threads."""
-    num = team.scratch_size // 2
+def _combined(how: Callable[[Any, Any], Any], first: Any, team: Team) -> Any:
+    """``how`` of what the team's warps left from ``first`` on, in the same order on all threads."""
+    num = team.num_warps * team.cluster
     if num <= 8:
-        return tree([team.scratch[half + i] for i in range(num)], how)
-    return _by_lanes(how, half, team)  # registers hold a row: so not all at once
+        return tree([team.scratch[first + i] for i in range(num)], how)
+    return _by_lanes(how, first, num, team)  # registers hold a row: so not all at once
 
 
 @cute.jit
-def _by_lanes(how: cutlass.Constexpr, half: Int32, team: cutlass.Constexpr) -> Any:
+def _by_lanes(how: cutlass.Constexpr, first: Int32, num: cutlass.Constexpr, team: cutlass.Constexpr) -> Any:
     """Each lane combines every 32nd; then the warp's."""
     rest, lane = Float32(0.0), cute.arch.lane_idx()
-    for i in cutlass.range_constexpr(0, team.scratch_size // 2, 32):
-        if i + lane < team.scratch_size // 2:
-            rest = how(rest, team.scratch[half + i + lane])
+    for i in cutlass.range_constexpr(0, num, 32):
+        if i + lane < num:
+            rest = how(rest, team.scratch[first + i + lane])
     return warp_reduce(rest, how)
 
 

@@ -28,13 +28,6 @@ _VECTOR_BYTES = 16
 _ONES = 0xFFFFFFFF
 
 
-def senders(ctx: Context) -> list[Any]:
-    """Ranks whose slots are read: the other one of two, else all (the own one is not used, but has an index)."""
-    if ctx.world_size == 2:
-        return [Int32(1) - ctx.rank]
-    return [Int32(peer) for peer in range(ctx.world_size)]
-
-
 def slot(ctx: Context, peer: Any, epoch: Any, sender: Any) -> Any:
     """Where ``sender`` puts the CTA's words for that epoch, in the peer's heap."""
     index = Int32(epoch & Uint32(1)) * Int32(ctx.world_size) + Int32(sender)
@@ -58,11 +51,12 @@ def send(ctx: Context, epoch: Any, peer: Any, index: Any, vector: list[Any], whe
 
 @cute.jit
 def receive(ctx: cutlass.Constexpr, epoch: Uint32, indices: cutlass.Constexpr, live: cutlass.Constexpr) -> Any:
-    """The vectors ``indices`` of all ``senders``, as far as they are ``live``, and whether all came; they are cleared.
+    """The vectors ``indices`` of all ``ctx.senders``, as far as they are ``live``, and whether all came; then they are
+    cleared.
 
-    The words are those of ``vector``; undefined where not live.
+    ``vectors_of`` reads them; undefined where not live.
     """
-    ranks = senders(ctx)
+    ranks = ctx.senders
     num = len(ranks) * len(indices)
     got = cute.make_rmem_tensor((4 * num,), Uint32)
     places = [slot(ctx, ctx.rank, epoch, peer) + Int64(i) * _VECTOR_BYTES for peer in ranks for i in indices]
@@ -91,16 +85,7 @@ def _incomplete(got: Any, i: int) -> Any:
     return (got[4 * i] == 0) | (got[4 * i + 1] == 0) | (got[4 * i + 2] == 0) | (got[4 * i + 3] == 0)
 
 
-def vector(got: Any, sender: int, k: int, vectors: int) -> list[Any]:
-    """A sender's k-th vector, of ``vectors``; ``sender`` counts in ``senders``."""
-    first = 4 * (sender * vectors + k)
-    return [got[first + i] ^ Uint32(_ONES) for i in range(4)]
-
-
-def in_rank_order(ctx: Context, own: list[Any], got: Any, k: int, vectors: int) -> list[list[Any]]:
-    """The words of all ranks: this one's ``own``, and the k-th vectors of the others."""
-    ordered = []
-    for peer in range(ctx.world_size):
-        other = vector(got, 0 if ctx.world_size == 2 else peer, k, vectors)
-        ordered.append([pick(ctx.rank == peer, mine, theirs) for mine, theirs in zip(own, other, strict=True)])
-    return ordered
+def vectors_of(ctx: Context, got: Any, k: int, vectors: int) -> list[list[Any]]:
+    """The k-th vector, of ``vectors``, of each of ``ctx.senders``."""
+    firsts = [4 * (sender * vectors + k) for sender in range(len(ctx.senders))]
+    return [[got[first + i] ^ Uint32(_ONES) for i in range(4)] for first in firsts]

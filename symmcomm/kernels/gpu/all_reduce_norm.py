@@ -1,0 +1,264 @@
+"""All-reduce or reduce-scatter of many rows, residual and RMSNorm in one kernel, of any tensors.
+
+Formulas in ``norm_row``; slots, signals and when a slot may be filled again in ``staged``. A chunk is ``rows``
+neighbouring rows, one for each team of the CTA, or one of several ``pieces`` of a row that is longer than a slot. A
+rank pushes its rows into all peers' staging memory, adds up what they have pushed and its own in rank order, adds the
+residual, and norms: so all ranks come to the same bits. That is one shot, which sends world_size - 1 times the data:
+between two ranks as much as any all-reduce must send, and nothing has to be sent back.
+
+With ``scatter`` rank r gets rows r · c up to (r + 1) · c of the sum, c = ⌈rows / world_size⌉, and only those are sent
+to it. Rows that are missing in the last parts have chunks of nothing: all ranks have the same number.
+
+The steps are those of ``staged``, in another order: take chunk k, hear of chunk k + 1, signal chunk k + AHEAD, push
+chunk k + 1 + AHEAD. Each still comes after what it needs: a push of chunk j after signal j - AHEAD was heard, signal j
+after chunk j - AHEAD was taken. And signal j awaits signal j - 1 and none later: so no ranks wait for each other. What
+it gains: a signal is sent when everything before it has arrived, and the warp that sends it waits for that; but no
+barrier lies between the signal and the next push, whose words the other warps hold already. So the link has work.
+
+Outputs may be the inputs: a row has been pushed before it is written, and is read by the threads that write it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from symmcomm.kernels.gpu.barrier import arrive
+from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
+from symmcomm.kernels.gpu.norm_row import (
+    VECTOR_BYTES,
+    Math,
+    NormArguments,
+    Rows,
+    after_previous_kernel,
+    load_or_zero,
+    placeholders,
+)
+from symmcomm.kernels.gpu.primitives import pick, store
+from symmcomm.kernels.gpu.staged import hear, start
+from symmcomm.kernels.gpu.team import Team
+from symmcomm.schedule.dtypes import DType
+from symmcomm.schedule.layout_gpu import AHEAD, Layout
+
+Words = list[list[Any]]
+"""A thread's vectors, each four words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowExchange:
+    """The job of the pipeline (``staged.Job``), and what becomes of the rows that have come. A thread has the same
+    vectors of each row, ``vectors`` of a piece."""
+
+    ctx: Context
+    rows: Rows
+    num_teams: int
+    pieces: int
+    vectors: int
+    scatter: bool
+
+    @property
+    def threads(self) -> int:
+        return self.rows.team.threads * self.num_teams
+
+    @property
+    def part_rows(self) -> Any:
+        """Rows that every rank gets, the last ranks' excepted."""
+        rows, size = self.rows.arguments.rows, self.ctx.world_size
+        return (rows + (size - 1)) // size if self.scatter else rows
+
+    @property
+    def turns(self) -> Any:
+        """Rows that each team of the CTA has, with missing ones."""
+        before, step = block() * self.num_teams, cute.arch.grid_dim()[0] * self.num_teams
+        left = self.part_rows - before
+        return pick(left > 0, (left + (step - 1)) // step, Int32(0))
+
+    def row(self, turn: Any) -> Any:
+        """The team's row of that turn, in a part."""
+        return (turn * cute.arch.grid_dim()[0] + block()) * self.num_teams + thread() // self.rows.team.threads
+
+    def row_of(self, hop: int, turn: Any) -> tuple[Any, Any]:
+        """That row in the part of the rank ``hop`` further on: its number in the source, and whether there is one."""
+        row = self.row(turn)
+        number = self.ctx.neighbour(hop) * self.part_rows + row if self.scatter else row
+        return number, (row < self.part_rows) & (number < self.rows.arguments.rows)
+
+    @property
+    def outgoing(self) -> list[int]:
+        """How far on the ranks are whose parts differ, the own one excepted."""
+        return list(range(1, self.ctx.world_size)) if self.scatter else [0] * (self.ctx.world_size > 1)
+
+    def places(self, piece: Any) -> list[tuple[Any, Any]]:
+        """The thread's vectors of a piece: each one's index in the row, and its place in a slot."""
+        threads = self.rows.team.threads
+        team, lane = thread() // threads, thread() % threads
+        return [
+            ((piece * self.vectors + v) * threads + lane, (team * self.vectors + v) * threads + lane)
+            for v in range(self.vectors)
+        ]
+
+    def load(self, address: Any, pitch: Any, number: Any, exists: Any, piece: Any) -> Words:
+        """The thread's vectors of a piece of a row of a tensor."""
+        row = address + Int64(number) * pitch
+        return [self.rows.access.load(row, index, exists) for index, _ in self.places(piece)]
+
+    def source(self, hop: int, turn: Any, piece: Any) -> Words:
+        """Of this rank's input, in the part of the rank ``hop`` further on."""
+        given = self.rows.arguments
+        return self.load(given.source, given.source_pitch, *self.row_of(hop, turn), piece)
+
+    def push(self, chunk: Any, number: Any, team: Any) -> None:
+        """Sends the chunk to all peers; all threads of the CTA do."""
+        self.send(self.fetch(chunk), chunk, number)
+
+    def fetch(self, chunk: Any) -> Words:
+        """The thread's vectors of a chunk for the peers; zeros where there is none."""
+        turn, piece = chunk // self.pieces, chunk % self.pieces
+        return [words for hop in self.outgoing for words in self.source(hop, turn, piece)]
+
+    def send(self, fetched: Words, chunk: Any, number: Any) -> None:
+        """Stores them into the peers' slots of that number."""
+        ctx, turn, piece = self.ctx, chunk // self.pieces, chunk % self.pieces
+        for hop in range(1, ctx.world_size):
+            slot, part = ctx.staging_slot(ctx.neighbour(hop), block(), number, ctx.rank), hop if self.scatter else 0
+            _, exists = self.row_of(part, turn)
+            first = (hop - 1) * self.vectors if self.scatter else 0
+            for v, (index, place) in enumerate(self.places(piece)):
+                here = exists & self.rows.access.inside(index)
+                store(slot + Int64(place) * VECTOR_BYTES, fetched[first + v], when=here)
+
+    def receive(self, turn: Any, piece: int, number: Any) -> tuple[list[Words], Words]:
+        """The thread's vectors of a piece of the team's row from all ranks, in rank order, and of its residual."""
+        ctx, given = self.ctx, self.rows.arguments
+        _, exists = self.row_of(0, turn)
+        own = self.source(0, turn, piece)
+        old = self.load(given.residual, given.residual_pitch, self.row(turn), exists, piece)
+        slots = [ctx.staging_slot(ctx.rank, block(), number, peer) for peer in ctx.senders]
+        loaded = []
+        for mine, (index, place) in zip(own, self.places(piece), strict=True):
+            here, at = exists & self.rows.access.inside(index), Int64(place) * VECTOR_BYTES
+            came = [
+                load_or_zero(slot + at, VECTOR_BYTES, here & (peer != ctx.rank), "relaxed")
+                for slot, peer in zip(slots, ctx.senders, strict=True)
+            ]
+            loaded.append(ctx.in_rank_order(mine, came))
+        return loaded, old
+
+    def add(self, turn: Any, piece: int, loaded: list[Words], old: Words) -> list[list[Any]]:
+        """The values t of the thread's vectors of a piece; the new residual is stored."""
+        given, math = self.rows.arguments, self.rows.math
+        _, exists = self.row_of(0, turn)
+        new, values = given.new_residual + Int64(self.row(turn)) * given.new_residual_pitch, []
+        for (index, _), ranks, residual in zip(self.places(piece), loaded, old, strict=True):
+            added, rounded = math.add_residual(math.sum_of(ranks), residual)
+            self.rows.access.store(new, index, rounded, exists)
+            values.append(added)
+        return values
+
+    def write(self, values: list[list[Any]], turn: Any) -> None:
+        """Norms and stores the team's row."""
+        given, row = self.rows.arguments, Int64(self.row(turn))
+        _, exists = self.row_of(0, turn)
+        output, scale = given.output + row * given.output_pitch, given.scales + row * 4
+        self.rows.write(values, exists, turn * self.rows.turns, [output], [scale])
+
+    @cute.jit
+    def run(self, epoch: Uint32, turns: Int32) -> None:
+        """All chunks, after ``staged.start``."""
+        size, num = self.rows.math.per_vector * self.vectors, len(self.outgoing) * self.vectors
+        kept = cute.make_rmem_tensor((self.pieces * size,), Float32)
+        held = cute.make_rmem_tensor((max(1, num) * 4,), Uint32)
+        total = turns * self.pieces
+        keep(held, self.fetch(Int32(AHEAD)))
+        turn, met = Int32(0), hear(self.ctx, epoch, Int32(0))
+        while turn < turns and met:
+            for piece in cutlass.range_constexpr(self.pieces):
+                chunk = turn * self.pieces + piece
+                later = chunk + AHEAD
+                if met:
+                    # Loads first: stores to peers may queue up before them.
+                    loaded, old = self.receive(turn, piece, epoch + Uint32(chunk))
+                    self.send(kept_in(held, num, 4), later, epoch + Uint32(later))
+                    keep(kept, self.add(turn, piece, loaded, old), piece * size)
+                    if cutlass.const_expr(piece == self.pieces - 1):
+                        self.write(kept_in(kept, self.pieces * self.vectors, self.rows.math.per_vector), turn)
+                    keep(held, self.fetch(later + 1))
+                    if chunk + 1 < total:
+                        met = hear(self.ctx, epoch, chunk + 1)
+                    if met and later < total:
+                        arrive(self.ctx, block(), epoch + 1 + Uint32(later))
+            turn += 1
+
+
+def keep(registers: Any, vectors: list[list[Any]], first: int = 0) -> None:
+    """Moves the numbers into registers that last from one step of a loop to the next."""
+    for i, number in enumerate(number for vector in vectors for number in vector):
+        registers[first + i] = number
+
+
+def kept_in(registers: Any, num: int, size: int) -> list[list[Any]]:
+    """``num`` vectors of ``size`` numbers, as ``keep`` left them."""
+    return [[registers[v * size + i] for i in range(size)] for v in range(num)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduceNormStaged:
+    """The kernel. Attributes:
+
+        threads: a row: a power of two up to 32, or whole warps.
+        rows: a chunk; ``threads · rows`` make a CTA of whole warps, at least ``world_size`` threads.
+        vectors: of 16 bytes a thread and chunk; ``16 · threads · rows · vectors`` fit ``staging_slot_bytes``.
+        pieces: chunks that hold a row, ``threads · vectors`` each; 1 unless ``rows`` is.
+        scatter: see above. aligned, bias, quantize, pdl: as of ``RMSNorm``.
+    """
+
+    dtype: DType
+    world_size: int
+    arch: int
+    threads: int
+    rows: int
+    vectors: int
+    pieces: int
+    aligned: bool
+    scatter: bool = False
+    bias: bool = False
+    quantize: bool = False
+    pdl: bool = False
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Placeholders for ``compile``."""
+        return (Int64(0), Int64(0), Int32(0), placeholders(), Int32(1))
+
+    @cute.jit
+    def __call__(
+        self, base: Int64, stride: Int64, rank: Int32, tensors: NormArguments, grid: Int32, stream: cuda.CUstream
+    ) -> None:
+        """``grid``: at most NUM_STAGED_CHANNELS, and CTAs that fit the device at once; the same on all ranks. With
+        ``scatter`` all tensors but the source hold the rank's part."""
+        self.kernel(base, stride, rank, tensors).launch(
+            grid=(grid, 1, 1), block=(self.threads * self.rows, 1, 1), min_blocks_per_mp=1, use_pdl=self.pdl,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, base: Int64, stride: Int64, rank: Int32, tensors: NormArguments) -> None:
+        ctx = Context(base, stride, rank, Layout.create(self.world_size))
+        math = Math(dtype=self.dtype, world_size=self.world_size, arch=self.arch, quantize=self.quantize)
+        indices = [thread() % self.threads + v * self.threads for v in range(self.pieces * self.vectors)]
+        team = Team.create(self.threads, num_teams=self.rows)
+        rows = Rows.create(math, team, indices, self.aligned, self.bias, tensors)
+        job = RowExchange(
+            ctx=ctx, rows=rows, num_teams=self.rows, pieces=self.pieces, vectors=self.vectors, scatter=self.scatter
+        )
+        after_previous_kernel(self.pdl)
+        in_order, epoch = begin(ctx, block())
+        turns = job.turns
+        if in_order and turns > 0:
+            start(ctx, epoch, turns * self.pieces, job)
+            job.run(epoch, turns)
+            end(ctx, block(), epoch + Uint32(turns * self.pieces))

@@ -25,9 +25,14 @@ def as_dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settle(tensor: torch.Tensor, dense: torch.Tensor) -> None:
-    """Brings a result back that was made in ``as_dense(tensor)``."""
+    """Brings a result back that was made in ``as_dense(tensor)``, or in the parts of that."""
     if dense is not tensor:
-        tensor.copy_(dense)
+        tensor.copy_(torch.view_as_complex(dense) if tensor.is_complex() and not dense.is_complex() else dense)
+
+
+def parts(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as real and imaginary parts, which its sum is the sum of."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 _REDUCTIONS = {"sum": "SUM", "avg": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT", "band": "BAND", "bor": "BOR",
@@ -38,16 +43,17 @@ NAMES = {hash(dist.ReduceOp(getattr(dist.ReduceOp, theirs))): ours for ours, the
 
 
 def parse(op: dist.ReduceOp, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """The communicator's operation, and the tensor it is for: PREMUL_SUM is the sum of scaled tensors."""
+    """The communicator's operation, and the tensor it is for: PREMUL_SUM is the sum of scaled tensors, a sum of complex
+    tensors that of their parts."""
     name = NAMES.get(hash(op))
     if name is not None:
-        return name, tensor
+        return name, parts(tensor) if tensor.is_complex() and name in ("sum", "avg") else tensor
     if op != dist.ReduceOp.PREMUL_SUM:  # type: ignore[comparison-overlap]  # they compare by kind
         raise ArgumentError(f"op={op} is no reduction; known are {', '.join(_REDUCTIONS.values())}, PREMUL_SUM")
-    if not tensor.is_floating_point():
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         raise DTypeError(f"op=premul_sum is not defined for dtype {tensor.dtype}")
     factor: Any = op.__getstate__()
-    return "sum", tensor * factor[1]
+    return "sum", parts(tensor) * factor[1]
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: dist.ReduceOp) -> None:
@@ -148,7 +154,7 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, inputs: Tensors, op
 def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, op: dist.ReduceOp) -> None:
     name, source = parse(op, as_dense(tensor))
     dense = as_dense(output)
-    comm.reduce_scatter_tensor(dense, source, name)
+    comm.reduce_scatter_tensor(dense if source.is_complex() else parts(dense), source, name)
     settle(output, dense)
 
 

@@ -214,12 +214,34 @@ def sparse(group: Group) -> list[torch.Tensor]:
 
 
 def complex_numbers(group: Group) -> list[torch.Tensor]:
-    tensor = torch.complex(numbers(group, 9), numbers(group, 9, salt=1))
-    reduced, gathered = tensor.clone(), [torch.zeros_like(tensor) for _ in range(group.size())]
+    """By every call of gloo that takes them."""
+    size, rank = group.size(), group.rank()
+
+    def fresh(salt: int = 0, count: int = 9) -> torch.Tensor:
+        return torch.complex(numbers(group, count, salt=salt), numbers(group, count, salt=salt + 10))
+
+    reduced, at_root, sent, scattered = fresh(), fresh(1), fresh(2), torch.zeros_like(fresh())
+    gathered = [torch.zeros_like(sent) for _ in range(size)]
+    moved, from_list, from_tensor = torch.zeros((3, size), dtype=sent.dtype)
     dist.all_reduce(reduced, group=group)
-    dist.all_gather(gathered, tensor, group=group)
-    dist.broadcast(tensor, group_src=1, group=group)
-    return [reduced, tensor, *gathered]
+    dist.reduce(at_root, group_dst=0, group=group)
+    dist.broadcast(sent, group_src=1, group=group)
+    dist.all_gather(gathered, fresh(3), group=group)
+    dist.scatter(scattered, [fresh(4 + p) for p in range(size)] if rank == 1 else None, group_src=1, group=group)
+    dist.all_to_all_single(moved, fresh(5, size), group=group)
+    dist.reduce_scatter(from_list, [fresh(p, size) for p in range(size)], group=group)
+    dist.reduce_scatter_tensor(from_tensor, fresh(6, size * size), group=group)
+    return [reduced, at_root if rank == 0 else sent, sent, scattered, moved, from_list, from_tensor, *gathered]
+
+
+def lists_at_once(group: Group) -> list[torch.Tensor]:
+    """The older calls for several tensors."""
+    reduced = [numbers(group, count, salt=count) for count in (3, 0, 1000)]
+    dist.all_reduce_coalesced(reduced, group=group)
+    inputs = [numbers(group, count, salt=count) for count in (5, 1000)]
+    gathered = [[torch.zeros_like(tensor) for tensor in inputs] for _ in range(group.size())]
+    dist.all_gather_coalesced(gathered, inputs, group=group)
+    return [*reduced, *(tensor for tensors in gathered for tensor in tensors)]
 
 
 def coalesced(async_ops: bool) -> Call:
@@ -296,4 +318,5 @@ def all_calls() -> Iterator[tuple[str, Call]]:
     yield "objects", objects
     yield "sparse", sparse
     yield "complex", complex_numbers
+    yield "lists at once", lists_at_once
     yield "barriers", barriers

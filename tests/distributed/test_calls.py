@@ -57,6 +57,12 @@ def compare_name(backend: str) -> None:
     dist.destroy_process_group()
 
 
+def _scatters(op: dist.ReduceOp, async_op: bool) -> dist.ReduceScatterOptions:
+    options = dist.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, async_op
+    return options
+
+
 def beyond_gloo() -> None:
     dist.init_process_group("symm")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -74,6 +80,16 @@ def beyond_gloo() -> None:
     output = torch.zeros(2)
     dist.reduce_scatter_tensor(output, torch.full((2 * size,), 4.0), dist._make_nccl_premul_sum(0.25))
     assert output.tolist() == [size, size]
+
+    for op, expected in ((ops.AVG, 1 + 2j), (dist._make_nccl_premul_sum(0.5), size * (1 + 2j) / 2)):
+        for async_op in (False, True):
+            tensor, part = torch.full((size,), 1 + 2j), torch.zeros(1, dtype=torch.complex64)
+            calls.wait(dist.group.WORLD.reduce_scatter_single(part, tensor, _scatters(op, async_op)))
+            dist.group.WORLD.allreduce([tensor], op).wait()
+            assert [*tensor.tolist(), *part.tolist()] == [expected] * (size + 1)
+    collected = [torch.zeros(3, dtype=torch.complex64) for _ in range(size)] if rank == 0 else None
+    dist.gather(torch.full((3,), rank + 2j), collected)
+    assert all((part == peer + 2j).all() for peer, part in enumerate(collected or []))
 
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.bool):
         tensor = torch.ones(5).to(dtype)

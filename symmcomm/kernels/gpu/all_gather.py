@@ -76,7 +76,7 @@ class AllGatherLL(MovingParts):
                         ll.store_words(target + rank * target_pitch, first + k * step, num_bytes, cells, own[k][0])
             got, arrived = ll.receive(ctx, cells, epoch, first, num_bytes, sender)
             if arrived:
-                for index, peer in enumerate(ll.senders(ctx)):
+                for index, peer in enumerate(ctx.senders):
                     if peer != rank and (sender < 0 or sender == peer):
                         for k in cutlass.range_constexpr(self.cells):
                             words = ll.words_of(cells, got, index, k)

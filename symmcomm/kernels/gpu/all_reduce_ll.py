@@ -64,7 +64,7 @@ class AllReduceLLTwoShot(ReducingTensors):
                 slices.store(ctx.rank, first + k * step, cells, reduced[k])
         results, arrived = ll.receive(ctx, cells, epoch, first, slices.num_bytes, None)
         if arrived:
-            for index, peer in enumerate(ll.senders(ctx)):
+            for index, peer in enumerate(ctx.senders):
                 for k in cutlass.range_constexpr(self.cells):
                     if peer != ctx.rank:
                         slices.store(peer, first + k * step, cells, ll.words_of(cells, results, index, k))

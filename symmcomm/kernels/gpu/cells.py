@@ -79,13 +79,6 @@ class Cells:
         return 4 * index * (_WARP if self.num_words == 3 else 1)
 
 
-def senders(ctx: Context) -> list[Any]:
-    """Ranks whose slots are read: the other one of two, else all (the own one is not used, but has an index)."""
-    if ctx.world_size == 2:
-        return [Int32(1) - ctx.rank]
-    return [Int32(peer) for peer in range(ctx.world_size)]
-
-
 @cute.jit
 def remind(ctx: cutlass.Constexpr, epoch: Uint32) -> None:
     """Cells leave the pads alone, whose words would be taken for later ones when 2³¹ epochs have passed: so now and
@@ -121,11 +114,11 @@ def exchange(
 def receive(
     ctx: cutlass.Constexpr, cells: cutlass.Constexpr, epoch: Uint32, first: Int64, num_bytes: Int64, sender: Any
 ) -> Any:
-    """The thread's cells of all ``senders`` (or of the one rank ``sender``, unless it is None), and whether all came.
+    """The thread's cells of ``ctx.senders`` (or of the one rank ``sender``, unless it is None), and whether all came.
 
     The words are those of ``words_of``; undefined where the data, of ``num_bytes``, has ended before a cell.
     """
-    ranks = senders(ctx)
+    ranks = ctx.senders
     num = len(ranks) * cells.num
     got = cute.make_rmem_tensor((2 * num,), Uint64)
     slots = [ctx.ll_slot(ctx.rank, block(), epoch, peer) + Int64(thread()) * LL_CELL_BYTES for peer in ranks]
@@ -157,18 +150,14 @@ def receive(
 
 
 def words_of(cells: Cells, got: Any, sender: int, k: int) -> list[Any]:
-    """The words of a sender's k-th cell; ``sender`` counts in ``senders``."""
+    """The words of a sender's k-th cell; ``sender`` counts in ``ctx.senders``."""
     at = 2 * (sender * cells.num + k)
     return [*split(got[at]), split(got[at + 1])[0]][: cells.num_words]
 
 
 def in_rank_order(ctx: Context, cells: Cells, own: Any, got: Any, k: int) -> list[list[Any]]:
     """The words of all ranks: this one's ``own``, and the k-th cells of the others."""
-    ordered = []
-    for peer in range(ctx.world_size):
-        other = words_of(cells, got, 0 if ctx.world_size == 2 else peer, k)
-        ordered.append([pick(ctx.rank == peer, mine, theirs) for mine, theirs in zip(own, other, strict=True)])
-    return ordered
+    return ctx.in_rank_order(own, [words_of(cells, got, sender, k) for sender in range(len(ctx.senders))])
 
 
 def load_words(tensor: Any, at: Any, end: Any, cells: Cells) -> list[Any]:

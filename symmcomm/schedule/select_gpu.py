@@ -12,7 +12,7 @@ from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.layout_gpu import LL_CELL_BYTES, NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout, ll_words
 
 _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
-    (128, 1, 64), (256, 1, 80), (512, 1, 128), (384, 2, 128), (512, 3, 128), (1024, 1, NUM_CHANNELS),
+    (128, 1, 64), (256, 1, 80), (512, 1, 128), (384, 2, 128), (1024, 1, 128), (512, 3, 128), (1024, 1, NUM_CHANNELS),
     (1024, 2, NUM_CHANNELS), (512, 4, NUM_CHANNELS),
 )  # fmt: skip
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (8 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
@@ -149,7 +149,7 @@ def direct_shape(
 ) -> Launch:
     """The push and pull kernels; with a ``dtype`` they reduce."""
     unroll = 8 if dtype is None else _unroll(dtype, world_size)
-    threads = 256 if part_bytes <= 1 << 20 else 512
+    threads = 256 if part_bytes <= (1 << 20 if dtype is not None else 16 << 20) else 512
     if unroll == 4 and dtype is not None and dtype.itemsize <= 4 and part_bytes > 4 << 20:
         threads = 1024
     grid = min(64 if part_bytes <= 4 << 20 else 128, num_sms, max(1, -(-part_bytes // (16 * threads))))

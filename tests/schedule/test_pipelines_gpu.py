@@ -54,17 +54,20 @@ class World:
 
 
 def staged(world: World, rank: int, channel: int, num: int, call: int) -> Steps:
-    """A CTA of the kernel."""
+    """A CTA of the kernel. Every other kernel's is ``split``."""
+    split = call % 2
     epoch = world.epochs.get((rank, channel), 0)
     for k in range(min(AHEAD, num)):
         yield from world.push(rank, channel, epoch + k, (call, channel, k))
         yield from world.arrive(rank, channel, epoch + 1 + k)
     for k in range(num):
         yield from world.meet(rank, channel, epoch + 1 + k)
+        if split and k > 0 and k + AHEAD <= num:
+            yield from world.arrive(rank, channel, epoch + k + AHEAD)
         if k + AHEAD < num:
             yield from world.push(rank, channel, epoch + k + AHEAD, (call, channel, k + AHEAD))
         yield from world.take(rank, channel, epoch + k, (call, channel, k))
-        if k + AHEAD < num:
+        if not split and k + AHEAD < num:
             yield from world.arrive(rank, channel, epoch + 1 + k + AHEAD)
     world.epochs[rank, channel] = epoch + num
 

@@ -3,7 +3,10 @@
 CTA b sends its chunks k = 0, 1, … to every peer, AHEAD of them before it takes the first, and signal k after chunk k.
 Step k: wait for the peers' signal k, push chunk k + AHEAD, take chunk k, signal k + AHEAD. Stores over a link are
 faster than loads, and the wait of a step is for what the peers did AHEAD steps before: so latency hides behind the
-transfer. If taking uses no link, half of the threads push while the others take (``split``).
+transfer. If taking uses no link, half of the threads push while the others take (``split``). Then nothing lies between
+the last store of a push and its signal, which waits until that store has left. So it is sent in the next step, once
+signal k + 1 was heard: by then most has left, and pushing goes on beside it. Signal j awaits signal j - 1 and none
+later, so no ranks wait for each other.
 
 Signal k says two things. Chunk k has been pushed. And the peer has taken all chunks up to k - AHEAD, so chunk k + AHEAD
 may go into that one's slot, as there are DEPTH = 2 · AHEAD slots.
@@ -25,7 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from symmcomm.kernels.gpu.barrier import arrive, meet
+from symmcomm.kernels.gpu.barrier import announce, arrive, meet
 from symmcomm.kernels.gpu.context import begin, block, end, thread
 from symmcomm.kernels.gpu.primitives import pick
 from symmcomm.schedule.layout_gpu import AHEAD, Phase
@@ -92,17 +95,20 @@ def proceed(
     while chunk < num and met:
         met = hear(ctx, epoch, chunk)
         if met:
+            later = chunk + AHEAD
             if cutlass.const_expr(split):
-                if chunk + AHEAD < num:
+                if chunk > 0 and later <= num:
+                    announce(ctx, block(), epoch + Uint32(later))  # of chunk later - 1
+                if later < num:
                     _push_and_take(epoch, chunk, job)
                 else:
                     job.take(chunk, epoch + Uint32(chunk), everybody)
             else:
-                if chunk + AHEAD < num:
-                    job.push(chunk + AHEAD, epoch + Uint32(chunk + AHEAD), everybody)
+                if later < num:
+                    job.push(later, epoch + Uint32(later), everybody)
                 job.take(chunk, epoch + Uint32(chunk), everybody)
-            if chunk + AHEAD < num:
-                arrive(ctx, block(), epoch + 1 + Uint32(chunk + AHEAD))
+                if later < num:
+                    arrive(ctx, block(), epoch + 1 + Uint32(later))
         chunk += 1
     return met
 

@@ -96,7 +96,7 @@ def fused_table(
         refused["flashinfer"] = "not asked for (--flashinfer), or ranks share a GPU"
     if not rank.has_nccl:
         refused["nccl"] = "ranks share a GPU"
-    for tokens in arguments.tokens:
+    for tokens in TOKENS:
         problem, count = Problem(rank, tokens, hidden), tokens * hidden
         shape = chosen_shape(tokens, hidden, rank)
         name = shape_name(shape) if shape is not None else "no one kernel"
@@ -286,7 +286,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=list(TOKENS))
+    numbers = lambda text: [int(number) for number in text.split(",")]
+    parser.add_argument("--tokens", type=numbers, default=list(TOKENS), help="of the sweep")
     parser.add_argument("--parts", type=lambda text: text.split(","))
     parser.add_argument("--flashinfer", action="store_true")
     parser.add_argument("--many", action="store_true", help="more shapes of rows and qk")

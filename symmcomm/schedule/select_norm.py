@@ -22,13 +22,13 @@ QK_WARPS = 4
 
 _VECTOR_BYTES = 16
 _CLUSTERS_FROM = 90
-_LL_BYTES = 2 << 20  # of all rows, up to which LL pays between two ranks
+_LL_BYTES = 2 << 20  # of all rows, up to which LL was measured to pay between two ranks
 _TWO_SHOT_FROM = 4  # ranks, from which on two shots send less
 _ONE_SHOT_BYTES = 8 << 20  # sent by a rank, up to which that does not pay for two kernels more (modelled)
 _STAGED_THREADS = 512  # a CTA: each has registers for its vectors of three rows
 _MOST_STAGED = 8  # ranks whose vectors a thread's registers hold at once
 _MOST_PIECES = 8  # of a row, whose sums registers hold
-_MANY_CHUNKS = 8  # a CTA
+_MANY_CHUNKS = 8  # a CTA: about where lines through the times of both chunk sizes cross
 _DIRECT_GRID = 64
 
 

@@ -22,7 +22,7 @@ from symmcomm.bootstrap.host import check_same_host
 from symmcomm.collectives.all_gather import all_gather_bytes, all_gather_into_tensor, broadcast, gather
 from symmcomm.collectives.all_reduce import all_reduce, reduce
 from symmcomm.collectives.all_to_all import all_to_all_single, scatter
-from symmcomm.collectives.arguments import check_whole
+from symmcomm.collectives.arguments import check_whole, parse_device
 from symmcomm.collectives.barrier import barrier
 from symmcomm.collectives.lists import all_gather, all_to_all
 from symmcomm.collectives.mismatch import explain
@@ -273,8 +273,8 @@ class Communicator:
         if timeout_s is None:
             yield
             return
-        if not timeout_s > 0:
-            raise ArgumentError(f"timeout_s={timeout_s} is not positive")
+        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
+            raise ArgumentError(f"timeout_s={timeout_s!r} is not positive")
         before, self.watch.timeout_s = self.watch.timeout_s, timeout_s
         try:
             yield
@@ -366,7 +366,9 @@ def init(
         DeviceError: the kernels cannot run on a rank's device, or the devices cannot share memory.
     """
     settings = settings or Settings.from_env()
-    gpu = None if device is None or torch.device(device).type == "cpu" else torch.device(device)
+    gpu = parse_device(device)
+    if topology is not None and not isinstance(topology, Topology):
+        raise ArgumentError(f"topology={topology!r} is no Topology: load_topology reads a file")
     if gpu is not None and gpu.type != "cuda":
         raise ArgumentError(f"device={device!r} is neither a CUDA device nor the host")
     timeout_s = settings.timeout_s

@@ -13,6 +13,11 @@ from typing import Any
 
 from symmcomm.errors import ArgumentError
 
+MAX_TIMEOUT_S = 2_000_000
+"""About 23 days. Sockets and poll(2) count milliseconds in 31 bits."""
+
+MAX_SPIN = (1 << 31) - 1
+
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -24,7 +29,7 @@ def parse_bytes(text: str) -> int:
         size = float(number) * _UNITS[unit]
     except ValueError:
         raise ArgumentError(f"{text!r} is no size: expected a number with an optional unit K, M, G or T") from None
-    if size != int(size) or size < 0:
+    if not (size.is_integer() and size >= 0):  # neither are infinity and NaN
         raise ArgumentError(f"{text!r} is no whole, non-negative number of bytes")
     return int(size)
 
@@ -44,7 +49,19 @@ def _parse_seconds(text: str) -> float:
         raise ArgumentError(f"{text!r} is no number of seconds") from None
     if not seconds > 0:
         raise ArgumentError(f"{text!r} is no positive number of seconds")
+    if seconds > MAX_TIMEOUT_S:
+        raise ArgumentError(f"{text!r} is more than {MAX_TIMEOUT_S} seconds: every wait has a deadline")
     return seconds
+
+
+def _parse_polls(text: str) -> int:
+    try:
+        polls = int(text)
+    except ValueError:
+        raise ArgumentError(f"{text!r} is no whole number of polls") from None
+    if not -1 <= polls <= MAX_SPIN:
+        raise ArgumentError(f"{text!r} is not in -1..{MAX_SPIN}")
+    return polls
 
 
 def _parse_gpu_memory(text: str) -> str:
@@ -83,7 +100,7 @@ class Settings:
     )
     pin: bool = _variable("SYMMCOMM_PIN", _parse_bool, False, "1 pins each rank to one CPU core")
     spin: int = _variable(
-        "SYMMCOMM_SPIN", int, -1, "polls before a waiting rank yields its core; -1 chooses by ranks and cores"
+        "SYMMCOMM_SPIN", _parse_polls, -1, "polls before a waiting rank yields its core; -1 chooses by ranks and cores"
     )
     gpu_memory: str = _variable(
         "SYMMCOMM_GPU_MEMORY",
@@ -167,10 +184,6 @@ class Launch:
     mpi: str | None
     """Which MPI launcher's variables are set (``"Open MPI"``, ``"MPICH"``), with no statement about mpi4py."""
     mpi_world_size: int | None
-
-    topology: str = _variable(
-        "SYMMCOMM_TOPOLOGY", str, "", "file (TOML or JSON) that says what joins the ranks; else it is discovered"
-    )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Launch:

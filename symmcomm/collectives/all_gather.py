@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmcomm.collectives.arguments import check_list, prepare_pair, prepare_rooted
+from symmcomm.collectives.arguments import check_list, check_place, prepare_pair, prepare_rooted
 from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError
 
@@ -25,7 +25,7 @@ def all_gather_into_tensor(self: Communicator, output: torch.Tensor, input: torc
     Args:
         output: contiguous, world_size · N elements.
         input: contiguous, N elements of any dtype; if symmetric, peers read it in place. It may be part ``rank`` of
-            ``output``.
+            ``output``, else they must lie apart.
     """
     prepared = prepare_pair(self, Kind.all_gather_into_tensor, output, input, self.world_size, 1)
     if prepared is None:
@@ -35,8 +35,9 @@ def all_gather_into_tensor(self: Communicator, output: torch.Tensor, input: torc
 
 def _gather(self: Communicator, prepared: tuple[int, int], input: torch.Tensor, output: torch.Tensor) -> None:
     call, itemsize = prepared
-    num_bytes = input.numel() * itemsize
-    status = self.kernels.all_gather(self.ctx, call, input.data_ptr(), num_bytes, -1, -1, output.data_ptr(), num_bytes)
+    num_bytes, source, target = input.numel() * itemsize, input.data_ptr(), output.data_ptr()
+    check_place(self, target, source, num_bytes, "output", "input")
+    status = self.kernels.all_gather(self.ctx, call, source, num_bytes, -1, -1, target, num_bytes)
     if status:
         self.fail(status)
 

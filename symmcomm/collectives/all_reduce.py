@@ -66,16 +66,18 @@ def all_reduce(
         return
     try:
         block = self.all_reductions[tensor.dtype, op] if tensor.is_cpu else 0
-        fit = block and tensor.is_contiguous() and not tensor.is_neg()
+        address = tensor.data_ptr()
+        fit = block and address and tensor.is_contiguous() and not tensor.is_neg()
     except (AttributeError, KeyError, TypeError, RuntimeError):
         fit = False
     if not fit:
         if (gpu := gpu_of(self, tensor, "tensor")) is not None:
             return gpu.all_reduce(tensor, op)
         check_tensor(tensor, "tensor")
-        block = prepare(self, Kind.all_reduce, tensor.dtype, op)
+        block = prepared(self, Kind.all_reduce, tensor.dtype, op)
         self.all_reductions[tensor.dtype, op] = block
-    status = self.all_reduce_entry(self.ctx, block, tensor.data_ptr(), tensor.numel())
+        address = tensor.data_ptr()
+    status = self.all_reduce_entry(self.ctx, block, address, tensor.numel())
     if status:
         self.fail(status)
 

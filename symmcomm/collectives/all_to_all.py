@@ -31,7 +31,7 @@ def all_to_all_single(
             ``output`` may be ``input`` if there are no splits; if ``input`` is symmetric, peers read it in place.
         output_split_sizes, input_split_sizes: rows (of dimension 0) from and to each rank; sums are the tensors' rows.
     """
-    if not output_split_sizes and not input_split_sizes:
+    if _absent(output_split_sizes) and _absent(input_split_sizes):
         return _even(self, output, input)
     if (gpu := gpu_of(self, output, "output")) is not None:
         return gpu.all_to_all_single(output, input, output_split_sizes, input_split_sizes)
@@ -40,6 +40,11 @@ def all_to_all_single(
     if output.dtype is not input.dtype:
         raise DTypeError(f"output and input must have one dtype, got {output.dtype} and {input.dtype}")
     _uneven(self, output, input, output_split_sizes, input_split_sizes)
+
+
+def _absent(splits: object) -> bool:
+    """No splits are None or empty; a tensor, say, is neither."""
+    return splits is None or (isinstance(splits, Sequence) and not splits)
 
 
 def _even(self: Communicator, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -78,7 +83,7 @@ def row_bytes(
 ) -> tuple[list[int], list[int]]:
     """(bytes, offset) of each rank's rows, as two lists."""
     rows = tensor.shape[0] if tensor.dim() else 1
-    if not splits:
+    if splits is None or _absent(splits):
         if rows % self.world_size:
             raise ArgumentError(f"{name} has {rows} rows, which world_size={self.world_size} does not divide")
         splits = [rows // self.world_size] * self.world_size

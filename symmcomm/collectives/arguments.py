@@ -33,13 +33,17 @@ def gpu_of(comm: Communicator, tensor: object, name: str) -> GpuCollectives | No
 
 
 def check_dense(tensor: object, name: str, device: torch.device = _CPU) -> None:
-    """Raises ArgumentError unless ``tensor`` is a dense tensor on the device."""
+    """Raises ArgumentError unless ``tensor`` is a dense tensor on the device, and has memory."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise ArgumentError(f"{name} must be dense (torch.strided), its layout is {tensor.layout}")
     if tensor.device != device:
         raise ArgumentError(f"{name} must be on device {device}, it is on {tensor.device}")
+    if tensor.numel() and not tensor.data_ptr():
+        raise ArgumentError(
+            f"{name} of shape {tuple(tensor.shape)} has no memory: it is a fake tensor, or its storage was resized to 0"
+        )
 
 
 def check_tensor(tensor: object, name: str, device: torch.device = _CPU) -> None:
@@ -97,6 +101,8 @@ def prepare_pair(
             and input.is_contiguous()
             and output.is_cpu
             and input.is_cpu
+            and output.data_ptr()
+            and input.data_ptr()
             and not output.is_neg()
             and not input.is_neg()
         )
@@ -112,13 +118,26 @@ def prepare_pair(
     return prepared
 
 
+def check_place(comm: Ranked, whole: int, part: int, part_bytes: int, whole_name: str, part_name: str) -> None:
+    """Raises ArgumentError if a part, at an address, overlaps the whole elsewhere than at the rank's own place in it:
+    there it would be written over before a peer has read it, or after it was written."""
+    at = part - whole
+    if -part_bytes < at < part_bytes * comm.world_size and at != comm.rank * part_bytes:
+        raise ArgumentError(
+            f"{part_name} begins {at} bytes into {whole_name}: there it may only be part {comm.rank} of it, at "
+            f"{comm.rank * part_bytes}"
+        )
+
+
 def prepare_rooted(
     comm: Communicator, kind: Kind, tensor: torch.Tensor, root: int, name: str
 ) -> tuple[int, int] | None:
     """As ``prepare_pair``, for the one tensor of a call with a root."""
     try:
         prepared = comm.calls[kind, tensor.dtype, root]
-        fit = type(root) is int and tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
+        fit = (
+            type(root) is int and tensor.is_contiguous() and tensor.is_cpu and tensor.data_ptr() and not tensor.is_neg()
+        )
     except (AttributeError, KeyError, RuntimeError, TypeError):
         fit = False
     if not fit:
@@ -136,6 +155,15 @@ def check_rank(comm: Ranked, rank: object, name: str) -> None:
     """Raises ArgumentError unless ``rank`` names a rank of the communicator."""
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.world_size:
         raise ArgumentError(f"{name}={rank!r} is no rank of this communicator (0..{comm.world_size - 1})")
+
+
+def parse_device(device: object) -> torch.device | None:
+    """The device that ``device`` names; None for the host. Raises ArgumentError if it names none."""
+    try:
+        parsed = _CPU if device is None else torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from None
+    return None if parsed.type == "cpu" else parsed
 
 
 def check_whole(value: object, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from symmcomm.collectives.all_reduce import prepared
-from symmcomm.collectives.arguments import prepare_pair
+from symmcomm.collectives.arguments import check_place, prepare_pair
 from symmcomm.collectives.call import Kind
 from symmcomm.collectives.ring import ring_block
 from symmcomm.schedule.cost import RingMode
@@ -29,7 +29,7 @@ def reduce_scatter_tensor(
     """Leaves part ``rank`` of the reduction of all inputs in ``output``.
 
     Args:
-        output: contiguous, N elements. It may be part ``rank`` of ``input``.
+        output: contiguous, N elements. It may be part ``rank`` of ``input``, else they must lie apart.
         input: contiguous, world_size · N elements; if symmetric, peers read it in place.
         op: as for ``all_reduce``.
         ring_mode: straight from rank to rank, or round which rings; or a reduce-scatter plan (``schedule.plan``). None
@@ -37,18 +37,20 @@ def reduce_scatter_tensor(
             A ring's sum has another order than the rank order of the direct one; each is the same on every run.
         num_blocks: into how many blocks a ring cuts each part, at least; 0 chooses.
     """
-    if prepare_pair(self, Kind.reduce_scatter_tensor, output, input, 1, self.world_size) is None:
+    if (call := prepare_pair(self, Kind.reduce_scatter_tensor, output, input, 1, self.world_size)) is None:
         return self.gpu_side.reduce_scatter_tensor(output, input, op, ring_mode=ring_mode, num_blocks=num_blocks)
+    source, target, num = input.data_ptr(), output.data_ptr(), output.numel()
+    check_place(self, source, target, num * call[1], "input", "output")
     if ring_mode is None and input.nbytes >= self.ring_from[1]:
         ring_mode = self.ring_from[0]
     if (ring_mode is not None or num_blocks) and (
         block := ring_block(self, Kind.reduce_scatter_tensor, input.dtype, op, ring_mode, num_blocks)
     ):
-        status = self.kernels.ring(self.ctx, block, output.data_ptr(), input.data_ptr(), output.numel(), 0)
+        status = self.kernels.ring(self.ctx, block, target, source, num, 0)
         if status:
             self.fail(status)
         return
     block = prepared(self, Kind.reduce_scatter_tensor, input.dtype, op)
-    status = self.kernels.reduce_scatter(self.ctx, block, output.data_ptr(), input.data_ptr(), output.numel())
+    status = self.kernels.reduce_scatter(self.ctx, block, target, source, num)
     if status:
         self.fail(status)

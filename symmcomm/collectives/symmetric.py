@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from symmcomm.collectives.arguments import check_dense, check_tensor, gpu_of
+from symmcomm.collectives.arguments import check_dense, check_tensor, gpu_of, parse_device
 from symmcomm.errors import ArgumentError, DTypeError, MismatchError
 from symmcomm.memory.cuda_ipc import RegisteredMemory
 from symmcomm.memory.cuda_ipc import register as register_memory
@@ -38,14 +39,12 @@ def empty(
     Raises:
         MismatchError: ranks ask for different sizes or dtypes. OutOfSymmetricMemoryError: no room.
     """
-    entries = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    shape = tuple(n for n in entries if isinstance(n, int) and n >= 0)
-    if len(shape) != len(entries):
-        raise ArgumentError(f"size={tuple(entries)} has an entry that is no non-negative whole number")
+    shape = _shape(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     if not isinstance(dtype, torch.dtype):
         raise DTypeError(f"dtype={dtype!r} is no torch.dtype")
     self.check_open()
-    gpu = None if device is None or torch.device(device).type == "cpu" else self.gpu_on(torch.device(device))
+    place = parse_device(device)
+    gpu = None if place is None else self.gpu_on(place)
     heap = self.heap if gpu is None else gpu.heap
     num_bytes = math.prod(shape) * dtype.itemsize
     request = f"empty({', '.join(map(str, shape))}, dtype={dtype}{'' if gpu is None else ', device=cuda'})"
@@ -54,6 +53,17 @@ def empty(
         gpu.add_symmetric(offset, num_bytes)
     raw = heap.tensor(self.rank, offset, max(num_bytes, 1))
     return raw[:num_bytes].view(dtype).view(shape)
+
+
+def _shape(entries: Sequence[object]) -> tuple[int, ...]:
+    """Sizes as Python's numbers; NumPy's and tensors of one whole number are taken as well."""
+    try:
+        shape = tuple(-1 if isinstance(n, bool) else operator.index(n) for n in entries)  # type: ignore[arg-type]
+    except TypeError:
+        shape = (-1,)
+    if any(n < 0 for n in shape):
+        raise ArgumentError(f"size={tuple(entries)} has an entry that is no non-negative whole number")
+    return shape
 
 
 def free(self: Communicator, tensor: torch.Tensor) -> None:
@@ -73,7 +83,9 @@ def free(self: Communicator, tensor: torch.Tensor) -> None:
 
 def is_symmetric(self: Communicator, tensor: torch.Tensor) -> bool:
     """Whether the tensor's data lie in this communicator's heap."""
-    return self.locate(tensor)[1] >= 0
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
+    return tensor.layout is torch.strided and self.locate(tensor)[1] >= 0
 
 
 def rendezvous(self: Communicator, tensor: torch.Tensor) -> SymmetricHandle:

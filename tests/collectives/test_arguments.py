@@ -7,9 +7,11 @@ import os
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import symmcomm
 from symmcomm import ArgumentError, Communicator, DTypeError, MismatchError, Settings, SymmCommError
@@ -18,6 +20,19 @@ from symmcomm.testing.spawn import run_ranks
 W = 3  # ranks, in all cases
 F, LONG = torch.ones(6), torch.ones(9)
 Call = Callable[[Communicator], object]
+
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """As FSDP leaves a parameter that it has resharded."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake(count: int) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(count)
+
 
 # What is wrong with a tensor, whichever call gets it: name, tensor, words of the error.
 BAD_TENSORS: list[tuple[object, str]] = [
@@ -29,6 +44,9 @@ BAD_TENSORS: list[tuple[object, str]] = [
     (torch.ones(6, device="meta"), r"must be on device cpu, it is on meta"),
     (torch.ones(6).to_sparse(), r"must be dense \(torch.strided\), its layout is torch.sparse_coo"),
     (torch._neg_view(torch.ones(6)), r"is a lazy conjugate or negative view"),
+    (torch.ones(6, 1).to_mkldnn(), r"must be dense \(torch.strided\), its layout is torch._mkldnn"),
+    (without_memory(torch.ones(6)), r"of shape \(6,\) has no memory"),
+    (fake(6), r"of shape \(6,\) has no memory"),
 ]
 
 CALLS_ON_A_TENSOR: dict[str, Callable[[Communicator, object], object]] = {
@@ -153,6 +171,27 @@ BAD_CALLS: dict[str, tuple[Call, type[SymmCommError], str]] = {
     "partial overlap": (
         lambda comm: comm.all_to_all_single(LONG[3:], LONG[:6]), ArgumentError, r"output and input overlap",
     ),
+    "splits in a tensor": (
+        lambda comm: comm.all_to_all_single(torch.ones(6), F, torch.tensor([1, 2, 3]), None), ArgumentError,
+        r"output_split_sizes=tensor\(\[1, 2, 3\]\) is no sequence of whole numbers",
+    ),
+    # One inside the other, but not where it belongs.
+    "input of all_gather in another rank's part": (
+        lambda comm: comm.all_gather_into_tensor(LONG, LONG[3:6]), ArgumentError,
+        r"input begins 12 bytes into output: there it may only be part 0 of it, at 0",
+    ),
+    "input of all_gather across the end": (
+        lambda comm: comm.all_gather_into_tensor(LONG[1:7], LONG[:2]), ArgumentError,
+        r"input begins -4 bytes into output",
+    ),
+    "output of reduce_scatter in another rank's part": (
+        lambda comm: comm.reduce_scatter_tensor(LONG[6:], LONG), ArgumentError,
+        r"output begins 24 bytes into input: there it may only be part 0 of it, at 0",
+    ),
+    "output of a ring in another rank's part": (
+        lambda comm: comm.reduce_scatter_tensor(LONG[1:4], LONG, ring_mode=symmcomm.RingMode.Ring1D), ArgumentError,
+        r"output begins 4 bytes into input",
+    ),
     # Roots, lists, peers.
     "root too large": (
         lambda comm: comm.broadcast(F, 3), ArgumentError, r"src=3 is no rank of this communicator \(0..2\)",
@@ -201,6 +240,12 @@ BAD_CALLS: dict[str, tuple[Call, type[SymmCommError], str]] = {
     "time-out of NaN": (
         lambda comm: comm.barrier(timeout_s=float("nan")), ArgumentError, r"timeout_s=nan is not positive",
     ),
+    "time-out of a word": (lambda comm: comm.barrier(timeout_s="3"), ArgumentError, r"timeout_s='3' is not positive"),
+    "device of empty": (lambda comm: comm.empty(3, device="chip"), ArgumentError, r"device='chip' is no device"),
+    "device of init": (lambda comm: symmcomm.init(device=2.5), ArgumentError, r"device=2.5 is no device"),
+    "topology of init": (lambda comm: symmcomm.init(topology="2x4"), ArgumentError, r"topology='2x4' is no Topology"),
+    "whether a number is symmetric": (lambda comm: comm.is_symmetric(3), ArgumentError, r"a torch.Tensor, got int"),
+    "size of bool": (lambda comm: comm.empty(True), ArgumentError, r"size=\(True,\) has an entry that is no"),
     "negative size": (
         lambda comm: comm.empty(3, -1), ArgumentError, r"size=\(3, -1\) has an entry that is no non-negative",
     ),
@@ -233,6 +278,7 @@ def check(what: str, call: Callable[[], object], kind: type[SymmCommError], word
 def call_well(comm: Communicator) -> None:
     """The good forms of the calls below."""
     long, third = torch.ones(6 * W), torch.ones(2)
+    comm.free(comm.empty(np.int64(3), torch.tensor(2)))  # whole numbers, whoever made them
     comm.all_reduce(F.clone())
     comm.all_reduce(F.int(), "bxor")
     comm.reduce_scatter_tensor(third, F)

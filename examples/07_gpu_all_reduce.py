@@ -12,6 +12,8 @@ from symmcomm.env import Launch
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("this example needs an NVIDIA GPU: torch finds none here")
     torch.cuda.set_device((Launch.from_env().local_rank or 0) % torch.cuda.device_count())
     comm = symmcomm.init(device="cuda")
     expected = comm.world_size * (comm.world_size + 1) / 2

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -195,11 +196,22 @@ def _print_table(report: Report) -> None:
 def _write(report: Report, first: Case, json_file: Path | None, plot_file: Path | None) -> None:
     print(f"# {first.collective.value}, {report.place}, median of {report.rounds} rounds")
     _print_table(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=1) + "\n")
-    if plot_file is not None:
-        title = f"{first.collective.value}, {first.dtype.name}, {report.place}"
-        plot(report.measurements, title, plot_file, report.floor)
+    with _writing():
+        if json_file is not None:
+            json_file.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        if plot_file is not None:
+            title = f"{first.collective.value}, {first.dtype.name}, {report.place}"
+            plot(report.measurements, title, plot_file, report.floor)
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Ends the command with one line if a file cannot be written after all, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -245,6 +257,8 @@ def tune(
     if joined(launch) is None:
         if launch.world_size == 1:
             raise typer.BadParameter("one rank has nothing to tune: two at least", param_hint="--nproc")
+        if not (machine := find_gpus()).num_gpus:
+            raise typer.BadParameter(f"only kernels of GPUs are tuned: {machine.obstacle}", param_hint="options")
         script = ["-m", "symmcomm", "tune", *(["--output", str(output)] if output else [])]
         ranks = ["--standalone", "--nproc-per-node", str(nproc) if nproc else "gpu"]
         raise typer.Exit(subprocess.run([sys.executable, "-m", "torch.distributed.run", *ranks, *script]).returncode)
@@ -290,12 +304,13 @@ def plan(
     if scale:
         print(f"\n# {bytes_text(num_bytes)} on nodes of 8 GPUs: rings of rings, one flat ring, the least possible")
         console.print(scaling_table(rows))
-    if json_file is not None:
-        worlds = [{"ranks": size, "extents": extents, "seconds": times._asdict()} for size, extents, times in rows]
-        json_file.write_text(json.dumps({"ranking": ranking_json(ranked), "scaling": worlds}, indent=1) + "\n")
-    if plot_file is not None:
-        best = ranked[0].plan
-        draw(best, topology, f"{best.name}, {topology.world_size} ranks: segment → receiver", plot_file)
+    with _writing():
+        if json_file is not None:
+            worlds = [{"ranks": size, "extents": extents, "seconds": times._asdict()} for size, extents, times in rows]
+            json_file.write_text(json.dumps({"ranking": ranking_json(ranked), "scaling": worlds}, indent=1) + "\n")
+        if plot_file is not None:
+            best = ranked[0].plan
+            draw(best, topology, f"{best.name}, {topology.world_size} ranks: segment → receiver", plot_file)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,8 +47,13 @@ def parse_op(text: str) -> Op:
 
 def parse_output(text: str) -> Path:
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ArgumentError(f"{text!r} cannot be written: {'it' if path.is_dir() else 'its folder'} is no such thing")
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ArgumentError(f"{text!r} cannot be written: it is a folder")
+    if not folder.is_dir():
+        raise ArgumentError(f"{text!r} cannot be written: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ArgumentError(f"{text!r} cannot be written: permission denied")
     return path
 
 

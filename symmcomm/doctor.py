@@ -19,14 +19,11 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from numba import config as numba_config
 from rich.table import Table
 
-import symmcomm
 from symmcomm.bench.machine import hardware
 from symmcomm.bench.method import ON_CPUS, Method
 from symmcomm.bench.mpi_installations import find_mpis
@@ -36,6 +33,7 @@ from symmcomm.bench.team import SpawnedTeam
 from symmcomm.doctor_gpu import GpuDiagnosis, examine_gpus, reach_table
 from symmcomm.env import Settings, multicast_vetoes
 from symmcomm.errors import SymmCommError
+from symmcomm.kernels.compile import cache_folder
 from symmcomm.memory import private
 from symmcomm.schedule.topology_gpu import Attempt
 
@@ -150,8 +148,7 @@ def probe_single_copy() -> Probe:
 @_never_raises
 def probe_numba_cache() -> Probe:
     """Where compiled kernels are kept; without it every start compiles for seconds."""
-    kernels = Path(symmcomm.__file__).parent / "kernels" / "cpu" / "__pycache__"
-    folder = Path(chosen) if (chosen := getattr(numba_config, "CACHE_DIR", "")) else kernels
+    folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         return Probe(Status.possible, f"{folder} is writable")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import log
 from typing import Any
 
 from symmcomm.errors import ArgumentError
@@ -11,6 +12,9 @@ from symmcomm.schedule.dtypes import DType, Op
 
 ROOT = 0
 """Root of broadcast, reduce, gather and scatter."""
+
+MAX_SIZES = 1000
+"""Of a sequence. Where the factor is near 1 more would be asked for than anybody waits for."""
 
 
 class Collective(StrEnum):
@@ -120,6 +124,8 @@ def cases(
         raise ArgumentError(f"sizes from {begin} bytes: expected at least 1")
     if not factor > 1:
         raise ArgumentError(f"factor {factor:g}: expected more than 1")
+    if log(end / begin) >= MAX_SIZES * log(factor):
+        raise ArgumentError(f"factor {factor}: more than {MAX_SIZES} sizes from {begin} to {end} bytes")
     unit = dtype.itemsize * (world_size if collective.splits else 1)
     sizes, size = [], float(begin)
     while size <= end:

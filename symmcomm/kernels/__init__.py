@@ -1,0 +1,3 @@
+from symmcomm.kernels.cache import find_room
+
+find_room()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 from filelock import FileLock
+
+from symmcomm.kernels.cache import private_folder
 
 T = TypeVar("T")
 
@@ -19,8 +19,15 @@ _PACKAGE = Path(__file__).parents[1]
 
 def _lock_path() -> Path:
     """One lock for each user and installation of the library."""
-    digest = hashlib.sha256(f"{os.getuid()}:{_PACKAGE}".encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"symmcomm-compile-{digest}.lock"
+    digest = hashlib.sha256(str(_PACKAGE).encode()).hexdigest()[:16]
+    return private_folder() / f"compile-{digest}.lock"
+
+
+def cache_folder() -> Path:
+    """Where Numba keeps the kernels of the host."""
+    from symmcomm.kernels.cpu import barrier
+
+    return Path(str(barrier.sync.stats.cache_path))
 
 
 def compile_once(compile_: Callable[[], T]) -> T:
@@ -35,9 +42,7 @@ def compile_once(compile_: Callable[[], T]) -> T:
 def _drop_stale_cache() -> None:
     """Deletes what older sources compiled to. Numba looks at the file of a cached function only, but its machine code
     holds the functions it calls, from other files, as well."""
-    from symmcomm.kernels.cpu import barrier
-
-    directory = Path(str(barrier.sync.stats.cache_path))
+    directory = cache_folder()
     sources = [*sorted((_PACKAGE / "kernels" / "cpu").glob("*.py")), *sorted((_PACKAGE / "schedule").glob("*.py"))]
     sources.append(_PACKAGE / "memory" / "signals.py")
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()

@@ -38,6 +38,7 @@ from symmcomm.errors import TopologyError
 Vertex = int | str
 Partition = tuple[tuple[int, ...], ...]
 
+MAX_WORLD_SIZE = 1 << 16
 _LINK_KEYS = {"between", "kind", "gbytes_per_s", "latency_us", "duplex"}
 _LEVEL_KEYS = {"name", "groups"}
 _FILE_KEYS = {"world_size", "levels", "links"}
@@ -128,9 +129,11 @@ class Topology:
         return {}
 
     def path(self, source: int, target: int) -> tuple[Hop, ...]:
-        """The links from one rank to another."""
+        """The links from one rank to another. Raises TopologyError if all ways lead through other ranks."""
         if source not in self._paths:
             self._paths[source] = self._reach(source)
+        if target not in self._paths[source]:
+            raise TopologyError(f"no path leads from rank {source} to rank {target} but through other ranks")
         return self._paths[source][target]
 
     def kind(self, source: int, target: int) -> str:
@@ -208,6 +211,8 @@ def load_topology(path: Path | str, world_size: int | None = None) -> Topology:
         if path.suffix == ".json":
             return _build(json.loads(text), text, path, world_size)
         return _build(tomllib.loads(text), text, path, world_size)
+    except RecursionError:
+        raise TopologyError(f"{path}: its brackets are nested too deep") from None
     except json.JSONDecodeError as error:
         raise TopologyError(f"{path}, line {error.lineno}: {error.msg}") from None
     except tomllib.TOMLDecodeError as error:
@@ -222,6 +227,8 @@ def _build(content: Any, text: str, path: Path, world_size: int | None) -> Topol
     given = content.get("world_size")
     if not _is_whole(given):
         raise TopologyError(f"{path}, line {file.line('world_size')}: world_size is {given!r}, expected a whole number")
+    if given > MAX_WORLD_SIZE:
+        raise TopologyError(f"{path}, line {file.line('world_size')}: world_size is {given}, at most {MAX_WORLD_SIZE}")
     if world_size is not None and given != world_size:
         raise TopologyError(
             f"{path}, line {file.line('world_size')}: world_size is {given}, but there are {world_size} ranks"

@@ -63,7 +63,8 @@ def test_a_barrier_has_one_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("begin", "end", "factor", "named"), [(2048, 1024, 2, "2048"), (0, 8, 2, "from 0"), (8, 16, 1, "factor 1")]
+    ("begin", "end", "factor", "named"),
+    [(2048, 1024, 2, "2048"), (0, 8, 2, "from 0"), (8, 16, 1, "factor 1"), (1, 1 << 20, 1.001, "1000 sizes")],
 )
 def test_no_sequence_of_sizes(begin: int, end: int, factor: float, named: str) -> None:
     with pytest.raises(ArgumentError, match=named):

@@ -17,6 +17,9 @@ BAD_ARGUMENTS = [
     (["all_reduces"], "all_reduces"),
     (["-b", "many"], "'many' is no size"),
     (["-e", "1.5"], "1.5"),
+    (["-e", "inf"], "'inf' is no whole, non-negative number of bytes"),
+    (["-f", "1.0000001"], "more than 1000 sizes"),
+    (["--json", "/"], "'/' cannot be written: it is a folder"),
     (["-b", "2K", "-e", "1K"], "2048"),
     (["-f", "1"], "factor 1"),
     (["-d", "float13"], "'float13' is no dtype"),
@@ -59,6 +62,12 @@ def test_one_rank_has_nothing_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(app, ["tune"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
     assert result.exit_code == 2
     assert "one rank has nothing to tune" in result.output
+
+
+def test_without_a_gpu_nothing_is_tuned() -> None:
+    result = CliRunner().invoke(app, ["tune"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    assert result.exit_code == 2
+    assert "only kernels of GPUs are tuned: no GPU in this test" in result.output
 
 
 def test_nproc_must_agree_with_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,3 +53,12 @@ def test_what_is_no_topology(tmp_path: Path) -> None:
     broken.write_text("world_size = 2\nlinks = [\n")
     assert "line 2: " in run("--topology", str(broken), code=2)
     assert "cannot be read" in run("--topology", "9 PCIe", code=2)
+    nested = tmp_path / "nested.json"
+    nested.write_text("[" * 100_000)
+    assert "nested too deep" in run("--topology", str(nested), code=2)
+
+
+def test_a_file_that_cannot_be_written_after_all() -> None:
+    out = run("--topology", "7 PCIe", "--json", "/dev/full", code=1)
+    assert "No space left on device" in out
+    assert "Traceback" not in out

@@ -54,6 +54,13 @@ def test_reads_toml(tmp_path: Path) -> None:
     assert not topology.is_flat()
 
 
+def test_ranks_that_only_meet_at_a_third() -> None:
+    """Ranks do not pass on what is for others."""
+    links = [Link(ends=(0, peer), kind="pcie", bandwidth=1e9, latency=1e-6) for peer in (1, 2)]
+    with pytest.raises(TopologyError, match="no path leads from rank 1 to rank 2 but through other ranks"):
+        Topology(world_size=3, links=tuple(links)).path(1, 2)
+
+
 @pytest.mark.parametrize("name", MACHINES)
 def test_json_is_the_same(name: str, tmp_path: Path) -> None:
     machine = MACHINES[name]
@@ -67,6 +74,7 @@ def test_json_is_the_same(name: str, tmp_path: Path) -> None:
     [
         ("world_size = 4", "world_size = ", "line 1"),
         ("world_size = 4", "world_size = 4.5", "line 1: world_size is 4.5"),
+        ("world_size = 4", "world_size = 1000000000", "line 1: world_size is 1000000000, at most 65536"),
         ("world_size = 4", "world_size = 5", r"is no partition of the ranks 0..4"),
         ("groups = [[0, 1], [2, 3]]", "groups = [[0, 1], [2]]", "level 'numa'"),
         ("groups = [[0, 1], [2, 3]]", "groups = 7", "line 2: levels.0..groups"),

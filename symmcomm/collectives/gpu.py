@@ -75,6 +75,7 @@ class GpuCollectives(GpuMemory):
         try:
             call = self._calls[tensor.dtype, op, tensor.numel()]
             fit = tensor.get_device() == self.ordinal and tensor.is_contiguous() and not tensor.is_neg()
+            fit = fit and tensor.data_ptr() != 0
         except _BAD:
             fit = False
         if not fit:

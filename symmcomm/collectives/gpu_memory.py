@@ -101,7 +101,7 @@ class GpuMemory:
         layout: of its start.
         num_sms: SMs that a kernel of any rank may use: the smallest share, as grids must agree.
         arch, arch_number: for which kernels are compiled, as "sm_90a" and 90.
-        early: whether small kernels may start early (``kernels.gpu.context.enter``): each rank has a GPU that can.
+        early: whether small kernels may start early (``kernels.gpu.context``): each rank has a GPU of its own that can.
         facts: about all ranks' GPUs. choice: how they share memory, and why.
         scratch_bytes: the most that ``scratch`` gives. timeout_s: deadline of a wait, in seconds.
         thresholds: sizes by which kernels are chosen.

@@ -23,7 +23,8 @@ All functions take float32, float16 or bfloat16; sums and norms are in float32. 
         magnitude / 448 (1 for a row of zeros), which goes here.
 
     launch_with_pdl: on a GPU from sm_90 up, the kernel may start beside the one before it in the stream (programmatic
-        dependent launch) and waits there for its end; ``weight`` and ``bias`` must be older than that one.
+        dependent launch) and waits there for its end; ``weight`` and ``bias`` must be older than that one. Not for
+        ranks that share a GPU, nor beside another communicator's kernels: what waits takes places that those may need.
 
 What is sharded lies in slices of ⌈rows / world_size⌉ rows (``row_slice``), the last ones shorter or empty, as
 ``torch.chunk`` cuts. Ranks must agree on rows, hidden, dtype and whether there are scales; MismatchError otherwise, on
@@ -47,13 +48,13 @@ from symmcomm.fused.call import Call, Heads, check_numbers, check_same
 from symmcomm.fused.norm_again import all_reduce_again, remember
 from symmcomm.fused.rows import check_input, check_like
 from symmcomm.memory.handle import SymmetricHandle
+from symmcomm.schedule.select_norm import MAX_CTAS
 
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-MAX_CTAS = 64
 _FORMS = (
     Kind.all_reduce_rms_norm,
     Kind.reduce_scatter_rms_norm_all_gather,
@@ -223,7 +224,9 @@ def reduce_scatter_rms_norm_all_gather(
         input: contiguous; this rank's contribution to all rows. Symmetric, and as ``out`` too, nothing is staged.
         residual: (own rows, hidden).
         max_ctas: the most CTAs of a GPU that any kernel of the call takes, 1 to 64, so that a matrix product runs
-            beside it; torch's copies excepted, where rows are no multiple of the ranks or ``out`` has gaps.
+            beside it; torch's copies excepted, where rows are no multiple of the ranks or ``out`` has gaps, and the
+            reduce-scatter of rows that no one kernel norms (more than eight ranks; float32 rows of more than 16384
+            elements between five and more).
 
     Returns:
         All rows normalised, and this rank's rows of the new residual.

@@ -97,8 +97,8 @@ def ll_shape(
 
 
 def may_start_early(shape: Launch) -> bool:
-    """Whether a kernel may take its place while the last one still runs (``kernels.gpu.context.enter``): if it is so
-    small that the kernels of two communicators, and those that wait behind them, fit on an SM together."""
+    """Whether a kernel may take its place while the last one still runs (``kernels.gpu.context``): if it is so small
+    that the kernels of two communicators, and those that wait behind them, fit on an SM together."""
     return shape.algorithm in (Algorithm.ll, Algorithm.ll_two_shot) and shape.threads <= 512 and shape.unroll == 1
 
 

@@ -22,7 +22,6 @@ F, LONG = torch.ones(6), torch.ones(9)
 Call = Callable[[Communicator], object]
 
 
-
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """As FSDP leaves a parameter that it has resharded."""
     tensor.untyped_storage().resize_(0)

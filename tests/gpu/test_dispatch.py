@@ -220,6 +220,18 @@ def test_bad_arguments_launch_nothing(gpu: Dry) -> None:
     assert gpu.kernels() == []
 
 
+def test_prepared_calls_refuse_what_has_no_memory(gpu: Dry) -> None:
+    """As FSDP leaves a parameter that it has resharded: a kernel would write to address 0."""
+    gpu.all_reduce(torch.ones(100))
+    assert gpu.kernels()
+    emptied = torch.ones(100)
+    emptied.untyped_storage().resize_(0)
+    for call in (gpu.all_reduce, lambda tensor: gpu.broadcast(tensor, 0)):
+        with pytest.raises(ArgumentError, match="has no memory"):
+            call(emptied)
+    assert gpu.kernels() == []
+
+
 def test_freed_memory_is_no_longer_symmetric() -> None:
     gpu = Dry()
     whole = gpu.symmetric(4096)

@@ -1,65 +1,81 @@
-"""The pipeline of ``kernels.gpu.staged`` as a model: CTAs of all ranks in random order, kernels after each other. No
-chunk may go into a slot that has not been read, none may be taken for another, no signal may go back, nobody may wait
-for ever, and all ranks end at the same epochs."""
+"""The pipelines of ``kernels.gpu.staged``, ``all_reduce_norm`` and ``ring`` as a model: CTAs of all ranks in random
+order, kernels of all kinds after each other. No chunk may go into memory that holds one which has not been read, none
+may be taken for another, no signal may go back, nobody may wait for ever, and all ranks end at the same epochs."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import pytest
 
 from symmcomm.schedule.layout_gpu import AHEAD, DEPTH
+from symmcomm.schedule.machines import nvlink
+from symmcomm.schedule.plan import KEEP, Plan, Step
+from symmcomm.schedule.ring import ring_1d
+from symmcomm.schedule.ring_gpu import may_defer, num_early
 
 Steps = Iterator[None]
+Kernel = Callable[["World", int, int, int, int], Steps]
 PATIENCE = 200_000  # steps without a CTA that ends
 
 
 @dataclass
 class World:
-    """What kernels share: pads by (rank, channel, sender), slots by (rank, channel, slot, sender)."""
+    """What kernels share: pads by (rank, channel, sender), sets of slots by (rank, channel, number of the set)."""
 
     size: int
     pads: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    slots: dict[tuple[int, int, int, int], tuple[object, bool]] = field(default_factory=dict)
+    sets: dict[tuple[int, int, int], dict[object, object]] = field(default_factory=dict)
     epochs: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def peers(self, rank: int) -> list[int]:
         return [peer for peer in range(self.size) if peer != rank]
 
+    def signal(self, receiver: int, channel: int, sender: int, epoch: int) -> None:
+        assert self.pads.get((receiver, channel, sender), 0) < epoch, "a signal goes back"
+        self.pads[receiver, channel, sender] = epoch
+
     def arrive(self, rank: int, channel: int, epoch: int) -> Steps:
         for peer in self.peers(rank):
-            assert self.pads.get((peer, channel, rank), 0) < epoch, "a signal goes back"
-            self.pads[peer, channel, rank] = epoch
+            self.signal(peer, channel, rank, epoch)
+            yield
+
+    def hear(self, rank: int, channel: int, sender: int, epoch: int) -> Steps:
+        while self.pads.get((rank, channel, sender), 0) < epoch:
             yield
 
     def meet(self, rank: int, channel: int, epoch: int) -> Steps:
-        while any(self.pads.get((rank, channel, peer), 0) < epoch for peer in self.peers(rank)):
-            yield
-
-    def push(self, rank: int, channel: int, number: int, chunk: object) -> Steps:
         for peer in self.peers(rank):
-            slot = (peer, channel, number % DEPTH, rank)
-            assert self.slots.get(slot, (None, True))[1], f"{self.slots[slot]} is overwritten"
-            self.slots[slot] = (chunk, False)
+            yield from self.hear(rank, channel, peer, epoch)
+
+    def put(self, owner: int, channel: int, number: int, slot: object, chunk: tuple[object, ...]) -> None:
+        """``chunk``: begins with the call. Slots of kernels of two kinds lie elsewhere in a set."""
+        there = self.sets.setdefault((owner, channel, number % DEPTH), {})
+        assert slot not in there, f"{there[slot]} is overwritten"
+        assert all(other[:1] == chunk[:1] for other in there.values()), f"{there} is overwritten"  # type: ignore[index]
+        there[slot] = chunk
+
+    def read(self, owner: int, channel: int, number: int, slot: object, chunk: tuple[object, ...]) -> None:
+        assert self.sets[owner, channel, number % DEPTH].pop(slot) == chunk
+
+    def push(self, rank: int, channel: int, number: int, chunk: tuple[object, ...]) -> Steps:
+        for peer in self.peers(rank):
+            self.put(peer, channel, number, rank, chunk)
             yield
 
-    def take(self, rank: int, channel: int, number: int, chunk: object) -> Steps:
+    def take(self, rank: int, channel: int, number: int, chunk: tuple[object, ...]) -> Steps:
         for peer in self.peers(rank):
             yield
-            slot = (rank, channel, number % DEPTH, peer)
-            assert self.slots[slot] == (chunk, False)
-            self.slots[slot] = (chunk, True)
+            self.read(rank, channel, number, peer, chunk)
 
 
-def staged(world: World, rank: int, channel: int, num: int, call: int) -> Steps:
-    """A CTA of the kernel. Every other kernel's is ``split``."""
-    split = call % 2
+def staged(split: bool, world: World, rank: int, channel: int, num: int, call: int) -> Steps:
+    """A CTA of ``staged``."""
     epoch = world.epochs.get((rank, channel), 0)
-    for k in range(min(AHEAD, num)):
-        yield from world.push(rank, channel, epoch + k, (call, channel, k))
-        yield from world.arrive(rank, channel, epoch + 1 + k)
+    yield from start(world, rank, channel, num, call)
     for k in range(num):
         yield from world.meet(rank, channel, epoch + 1 + k)
         if split and k > 0 and k + AHEAD <= num:
@@ -72,25 +88,118 @@ def staged(world: World, rank: int, channel: int, num: int, call: int) -> Steps:
     world.epochs[rank, channel] = epoch + num
 
 
-def launch(world: World, rank: int, call: int, chunks: list[int]) -> list[Steps]:
-    """The CTAs of a kernel, by the chunks of each channel."""
-    return [staged(world, rank, channel, num, call) for channel, num in enumerate(chunks)]
+def norm(world: World, rank: int, channel: int, num: int, call: int) -> Steps:
+    """A CTA of ``all_reduce_norm``, which takes a chunk out of its slot before it signals the one after next."""
+    epoch = world.epochs.get((rank, channel), 0)
+    yield from start(world, rank, channel, num, call)
+    yield from world.meet(rank, channel, epoch + 1)
+    yield from world.take(rank, channel, epoch, (call, channel, 0))
+    for k in range(num):
+        if k + AHEAD < num:
+            yield from world.push(rank, channel, epoch + k + AHEAD, (call, channel, k + AHEAD))
+        if k + 1 < num:
+            yield from world.meet(rank, channel, epoch + 2 + k)
+            yield from world.take(rank, channel, epoch + k + 1, (call, channel, k + 1))
+        if k + AHEAD < num:
+            yield from world.arrive(rank, channel, epoch + 1 + k + AHEAD)
+    world.epochs[rank, channel] = epoch + num
 
 
-@pytest.mark.parametrize("seed", range(100))
+def start(world: World, rank: int, channel: int, num: int, call: int) -> Steps:
+    """What both begin with."""
+    epoch = world.epochs.get((rank, channel), 0)
+    for k in range(min(AHEAD, num)):
+        yield from world.push(rank, channel, epoch + k, (call, channel, k))
+        yield from world.arrive(rank, channel, epoch + 1 + k)
+
+
+@cache
+def plan_of(size: int, pull: bool) -> Plan:
+    return ring_1d(nvlink(size), pull=pull)
+
+
+def ring(pull: bool, world: World, rank: int, channel: int, num: int, call: int) -> Steps:
+    """A CTA of ``ring``."""
+    plan = plan_of(world.size, pull)
+    steps, first, most = plan.steps[rank], num_early(plan, rank), plan.num_signals
+    epoch = world.epochs.get((rank, channel), 0)
+
+    def announce(step: Step, iteration: int) -> None:
+        if step.target != KEEP:
+            world.signal(step.target, channel, rank, epoch + iteration * most + step.signal + 1)
+
+    for iteration in range(num + 1):
+        late = may_defer(plan, rank) and iteration > 0
+        for number, step in enumerate(steps):
+            chunk = iteration if number < first else iteration - 1
+            if not 0 <= chunk < num:
+                continue
+            for source in step.sources:
+                theirs = plan.steps[source.sender]
+                at = [(s.target, s.signal) for s in theirs].index((rank, source.signal))
+                early = at < num_early(plan, source.sender)
+                heard = epoch + (chunk + 1 - early) * most + source.signal + 1
+                yield from world.hear(rank, channel, source.sender, heard)
+                owner = source.sender if pull else rank
+                world.read(owner, channel, epoch + chunk, ("ring", source.slot), (call, source.sender, rank, chunk))
+                yield
+            if step.target != KEEP:
+                owner = rank if pull else step.target
+                world.put(owner, channel, epoch + chunk, ("ring", step.slot), (call, rank, step.target, chunk))
+                yield
+            if late and number == first and iteration < num:
+                for one in steps[:first]:
+                    announce(one, iteration)
+                    yield
+            if not (late and number < first):
+                announce(step, iteration)
+                yield
+    used = (num + 1) * most - num
+    last = epoch + num + -(-used // DEPTH) * DEPTH
+    for peer in world.peers(rank):
+        if world.pads.get((peer, channel, rank)) != last:  # else the last message has said so
+            world.signal(peer, channel, rank, last)
+        yield
+    world.epochs[rank, channel] = last
+
+
+def barriers(world: World, rank: int, channel: int, num: int, call: int) -> Steps:
+    """A CTA of a kernel between two barriers."""
+    for _ in range(2):
+        epoch = world.epochs.get((rank, channel), 0) + 1
+        yield from world.arrive(rank, channel, epoch)
+        yield from world.meet(rank, channel, epoch)
+        world.epochs[rank, channel] = epoch
+
+
+KERNELS: dict[str, Kernel] = {
+    "staged": partial(staged, False), "split": partial(staged, True), "norm": norm, "ring": partial(ring, False),
+    "pull ring": partial(ring, True), "barriers": barriers,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(150))
 def test_any_order(seed: int) -> None:
     rng = random.Random(seed)
     world = World(rng.choice((2, 2, 3, 4)))
-    kernels = [[rng.randint(1, 9) for _ in range(rng.randint(1, 4))] for _ in range(12)]
+    kernels = [
+        (rng.choice(list(KERNELS)), [rng.randint(1, 9) for _ in range(rng.randint(1, 4))]) for _ in range(12)
+    ]
+
+    def launch(rank: int, call: int) -> list[Steps]:
+        """The CTAs of a kernel, by the chunks of each channel."""
+        kind, chunks = kernels[call]
+        return [KERNELS[kind](world, rank, channel, num, call) for channel, num in enumerate(chunks)]
+
     at = [0] * world.size
-    running = [launch(world, rank, 0, kernels[0]) for rank in range(world.size)]
+    running = [launch(rank, 0) for rank in range(world.size)]
     idle = 0
     while any(running) or min(at) < len(kernels) - 1:
         rank = rng.randrange(world.size)
         if not running[rank]:
             if at[rank] < len(kernels) - 1:
                 at[rank] += 1
-                running[rank] = launch(world, rank, at[rank], kernels[at[rank]])
+                running[rank] = launch(rank, at[rank])
             continue
         block = rng.choice(running[rank])
         for _ in range(rng.choice((1, 1, 3, 20))):

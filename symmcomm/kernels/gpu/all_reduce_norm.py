@@ -30,16 +30,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu.barrier import arrive
-from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
-from symmcomm.kernels.gpu.norm_row import (
-    VECTOR_BYTES,
-    Math,
-    NormArguments,
-    Rows,
-    after_previous_kernel,
-    load_or_zero,
-    placeholders,
-)
+from symmcomm.kernels.gpu.context import Context, after_previous_kernel, begin, block, end, thread
+from symmcomm.kernels.gpu.norm_row import VECTOR_BYTES, Math, NormArguments, Rows, load_or_zero, placeholders
 from symmcomm.kernels.gpu.primitives import pick, store
 from symmcomm.kernels.gpu.staged import hear
 from symmcomm.kernels.gpu.team import Team

@@ -22,8 +22,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu import unflagged
-from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
-from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Rows, after_previous_kernel, placeholders
+from symmcomm.kernels.gpu.context import Context, after_previous_kernel, begin, block, end, thread
+from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Rows, placeholders
 from symmcomm.kernels.gpu.primitives import pick
 from symmcomm.kernels.gpu.team import Team, enter_cluster
 from symmcomm.schedule.dtypes import DType

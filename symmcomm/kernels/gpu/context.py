@@ -97,11 +97,12 @@ def block() -> Any:
     return cute.arch.block_idx()[0]
 
 
-def enter(early: bool) -> None:
-    """Starts a kernel. ``early``: it is launched so that its CTAs may take their places while the kernel before still
-    runs (programmatic dependent launch, from sm_90 on), and waits here until that one is done and its writes are seen;
-    then it lets the one after it come. Only for small kernels, and not for ranks that share a GPU: a CTA that waits
-    could take a place that the kernel for which the one before waits needs."""
+def after_previous_kernel(early: bool) -> None:
+    """``early``: the kernel is launched so that its CTAs may take their places while the one before still runs
+    (programmatic dependent launch, from sm_90 on), and waits here until that one is done and its writes are seen; then
+    it lets the one after it come, to wait here in turn. What is read sooner must be older than the kernel before. Only
+    for small kernels, and not for ranks that share a GPU: a CTA that waits could take a place that the kernel for which
+    the one before waits needs. Not ``early``: nothing."""
     if early:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()

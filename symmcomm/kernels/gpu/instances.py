@@ -1,7 +1,7 @@
 """The kernel of a shape: what ``schedule.select_gpu`` chose, with what is compiled into it.
 
 ``early``: whether the ranks have a GPU each that knows programmatic dependent launch (from sm_90 on). Small kernels
-then start early, see ``context.enter``.
+then start early, see ``context.after_previous_kernel``.
 """
 
 from __future__ import annotations

@@ -14,15 +14,8 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from symmcomm.kernels.gpu.context import block, thread
-from symmcomm.kernels.gpu.norm_row import (
-    Math,
-    NormArguments,
-    Rows,
-    after_previous_kernel,
-    inverse_root,
-    placeholders,
-)
+from symmcomm.kernels.gpu.context import after_previous_kernel, block, thread
+from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Rows, inverse_root, placeholders
 from symmcomm.kernels.gpu.primitives import opaque, pick
 from symmcomm.kernels.gpu.team import Team, add, tree
 from symmcomm.schedule.dtypes import DType

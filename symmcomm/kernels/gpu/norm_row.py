@@ -22,7 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
@@ -202,14 +201,6 @@ class Access:
     def inside(self, index: Any) -> Any:
         """Whether the row has a vector of that index."""
         return index * self.per_vector < self.hidden
-
-
-def after_previous_kernel(pdl: bool) -> None:
-    """Programmatic dependent launch: until here the kernel may run beside the one before it in the stream; from here on
-    that one is done, and the next may start (to wait here for us). Without ``pdl`` nothing."""
-    if pdl:
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,21 +190,6 @@ def warp_reduce(value: Any, combine: Any, width: int = 32) -> Any:
 
 
 @cute.jit
-def block_reduce(value: Any, combine: cutlass.Constexpr, scratch: Any, num_warps: cutlass.Constexpr) -> Any:
-    """``combine`` over the CTA, on all threads; ``scratch`` holds ``num_warps`` values in shared memory. All threads
-    add the warps' values in the same order, so all get the same bits."""
-    value = warp_reduce(value, combine)
-    if cute.arch.lane_idx() == 0:
-        scratch[cute.arch.warp_idx()] = value
-    cute.arch.sync_threads()
-    total = scratch[0]
-    for i in cutlass.range_constexpr(1, num_warps):
-        total = combine(total, scratch[i])
-    cute.arch.sync_threads()
-    return total
-
-
-@cute.jit
 def sleep(nanoseconds: Int64) -> None:
     """Fault injection: holds the thread that long."""
     until = globaltimer() + nanoseconds

@@ -13,7 +13,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from symmcomm.kernels.gpu.context import Context, enter
+from symmcomm.kernels.gpu.context import Context, after_previous_kernel
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.layout_gpu import Layout
@@ -21,7 +21,7 @@ from symmcomm.schedule.layout_gpu import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A kernel with a place. Attributes: ``threads`` a CTA, ``early`` as in ``context.enter``."""
+    """A kernel with a place. Attributes: ``threads`` a CTA, ``early`` as in ``context.after_previous_kernel``."""
 
     world_size: int
     threads: int
@@ -31,7 +31,7 @@ class Placed:
 
     def enter(self, base: Any, stride: Any, rank: Any) -> Context:
         """What ``kernel`` begins with."""
-        enter(self.early)
+        after_previous_kernel(self.early)
         return Context(base, stride, rank, Layout.create(self.world_size))
 
     def launch(self, kernel: Any, grid: Any, stream: Any) -> None:

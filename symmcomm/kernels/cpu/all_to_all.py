@@ -3,7 +3,7 @@
 What a rank sends to each peer (bytes and offset in its input) lies in its SPLITS table, of the parity of the opening
 barrier; takers copy their entries out before they arrive at the next one (rule of reuse, see ``barrier``). Where
 parts are uneven they also compare them with what they expect, and a second barrier carries the verdicts, so that all
-ranks see a mismatch. Data then moves as in ``all_gather``, with the slot divided into one area a taker.
+ranks see a mismatch. Data then moves as in ``all_gather``, with a lane to each taker in place of the slot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numba import njit
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import VOTE, arrive, await_peers, describe, described, meet, sync
 from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import STAGED, fetch, note_sources, own_slot, source_of
+from symmcomm.kernels.cpu.windows import IN_LANE, STAGED, fetch, note_sources, own_lane, source_of
 
 UNEVEN = -1
 
@@ -86,14 +86,14 @@ def _agree(ctx: int, call: int, source: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _copy_in(ctx: int, epoch: int, tensor: int, at: int, area: int) -> None:
-    """Bytes ``at`` and on of each other rank's part into the epoch's slot."""
+    """Bytes ``at`` and on of each other rank's part into the epoch's lane to it."""
     splits = c.get(ctx, c.OUTGOING)
-    rank, world_size, slot = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), own_slot(ctx, epoch)
+    rank, world_size = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE)
     for hop in range(1, world_size):
         peer = (rank + hop) % world_size
         num_bytes = min(area, load_i64(splits + 16 * peer) - at)
         if num_bytes > 0:
-            memcpy(slot + peer * area, tensor + load_i64(splits + 16 * peer + 8) + at, num_bytes)
+            memcpy(own_lane(ctx, epoch, peer), tensor + load_i64(splits + 16 * peer + 8) + at, num_bytes)
 
 
 @njit(cache=True, nogil=True)
@@ -110,7 +110,7 @@ def _take(ctx: int, epoch: int, tensor: int, at: int, area: int, sender: int) ->
             continue
         in_tensor, target = load_i64(incoming + 16 * peer + 8) + at, load_i64(targets + 8 * peer) + at
         if peer != rank:
-            if not fetch(ctx, peer, epoch, rank * area, in_tensor, target, num_bytes):
+            if not fetch(ctx, peer, epoch, IN_LANE, in_tensor, target, num_bytes):
                 return False
         elif target != tensor + in_tensor:
             memcpy(target, tensor + in_tensor, num_bytes)

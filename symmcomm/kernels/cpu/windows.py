@@ -5,7 +5,8 @@ What a rank announces as the source of its data, when a collective opens:
 - a heap offset: the tensor is symmetric; peers read it where it lies;
 - ``private(address)``: an ordinary tensor, large enough that peers read it out of this process's memory, in one copy
   by the kernel (``process_vm_readv``; only where all ranks found at ``init`` that they may);
-- STAGED: an ordinary tensor that this rank copies, chunk by chunk, into its staging slots.
+- STAGED: an ordinary tensor that this rank copies, chunk by chunk, into its slots (what is for all) or lanes (what is
+  for one).
 
 The mix may differ from rank to rank: everyone sees all announcements at the opening barrier, so all agree on the number
 of steps (one if nothing is staged) and on whether a closing barrier must protect tensors that peers read.
@@ -20,6 +21,8 @@ from symmcomm.kernels.cpu.barrier import SOURCE, described
 from symmcomm.kernels.cpu.primitives import load_i64, memcpy, read_process, store_i64
 
 STAGED = -1
+IN_LANE = -1
+"""In place of an offset in a slot: the data are in the lane to the reading rank."""
 
 
 @njit(cache=True, nogil=True)
@@ -55,13 +58,15 @@ def note_sources(ctx: int, epoch: int, root: int) -> tuple[int, int, int]:
 
 @njit(cache=True, nogil=True)
 def window(ctx: int, peer: int, epoch: int, in_slot: int, in_tensor: int) -> int:
-    """Address of the peer's data after the barrier of ``epoch``: ``in_slot`` bytes into its staging slot, or
-    ``in_tensor`` bytes into its symmetric tensor. 0 for a private one, which has no address here."""
+    """Address of the peer's data after the barrier of ``epoch``: ``in_slot`` bytes into its slot, its lane to this rank
+    (IN_LANE), or ``in_tensor`` bytes into its symmetric tensor. 0 for a private one, which has no address here."""
     source = load_i64(c.get(ctx, c.SOURCES) + 8 * peer)
     if source < STAGED:
         return 0
     if source == STAGED:
-        return c.peer_address(ctx, peer, c.slot_offset(ctx, epoch) + in_slot)
+        if in_slot == IN_LANE:
+            return c.lane(ctx, epoch, peer, c.get(ctx, c.RANK))
+        return c.slot(ctx, epoch, peer) + in_slot
     return c.peer_address(ctx, peer, source + in_tensor)
 
 
@@ -82,23 +87,31 @@ def fetch(ctx: int, peer: int, epoch: int, in_slot: int, in_tensor: int, target:
 
 @njit(cache=True, nogil=True)
 def own_slot(ctx: int, epoch: int) -> int:
-    """Address of this rank's staging slot for the barrier of ``epoch``."""
-    return c.peer_address(ctx, c.get(ctx, c.RANK), c.slot_offset(ctx, epoch))
+    """Address of what this rank has for all at the barrier of ``epoch``."""
+    return c.slot(ctx, epoch, c.get(ctx, c.RANK))
 
 
 @njit(cache=True, nogil=True)
-def gather_addresses(ctx: int, epoch: int, in_slot: int, in_tensor: int, num_bytes: int) -> bool:
-    """Fills ADDRESSES with where this process finds ``num_bytes`` of each rank's data (its own slot apart).
+def own_lane(ctx: int, epoch: int, peer: int) -> int:
+    """Address of what this rank has for the peer at the barrier of ``epoch``."""
+    return c.lane(ctx, epoch, c.get(ctx, c.RANK), peer)
+
+
+@njit(cache=True, nogil=True)
+def gather_addresses(ctx: int, epoch: int, in_tensor: int, num_bytes: int) -> bool:
+    """Fills ADDRESSES with where this process finds ``num_bytes`` that each peer has for it.
 
     Private data are fetched into this rank's slot of the epoch: with private tensors nothing is staged, and after the
     opening barrier nobody reads a slot any more.
     """
-    scratch = own_slot(ctx, epoch)
-    for peer in range(c.get(ctx, c.WORLD_SIZE)):
-        address = window(ctx, peer, epoch, in_slot, in_tensor)
-        if address == 0 and peer != c.get(ctx, c.RANK):
+    rank, world_size = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE)
+    scratch = c.peer_address(ctx, rank, c.slot_offset(ctx, epoch))
+    for hop in range(1, world_size):
+        peer = (rank + hop) % world_size
+        address = window(ctx, peer, epoch, IN_LANE, in_tensor)
+        if address == 0:
             address = scratch + peer * num_bytes
-            if not fetch(ctx, peer, epoch, in_slot, in_tensor, address, num_bytes):
+            if not fetch(ctx, peer, epoch, IN_LANE, in_tensor, address, num_bytes):
                 return False
         store_i64(c.get(ctx, c.ADDRESSES) + 8 * peer, address)
     return True

@@ -113,7 +113,7 @@ class Communicator:
         self.all_reduce_entry = self.kernels.all_reduce
         self.all_reductions: dict[tuple[object, ...], int] = {}
         self.reductions: dict[tuple[object, ...], int] = {}
-        self.calls: dict[tuple[object, ...], tuple[int, int]] = {}
+        self.calls: dict[tuple[object, ...], int] = {}
         self.blocks: list[NDArray[np.int64]] = []
         self.layout = ControlLayout.create(world_size, settings.staging_bytes)
         self.tuning = choose(world_size, num_cores, self.layout.slot_bytes, single_copy, settings.spin)

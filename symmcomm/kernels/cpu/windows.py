@@ -98,26 +98,6 @@ def own_lane(ctx: int, epoch: int, peer: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def gather_addresses(ctx: int, epoch: int, in_tensor: int, num_bytes: int) -> bool:
-    """Fills ADDRESSES with where this process finds ``num_bytes`` that each peer has for it.
-
-    Private data are fetched into this rank's slot of the epoch: with private tensors nothing is staged, and after the
-    opening barrier nobody reads a slot any more.
-    """
-    rank, world_size = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE)
-    scratch = c.peer_address(ctx, rank, c.slot_offset(ctx, epoch))
-    for hop in range(1, world_size):
-        peer = (rank + hop) % world_size
-        address = window(ctx, peer, epoch, IN_LANE, in_tensor)
-        if address == 0:
-            address = scratch + peer * num_bytes
-            if not fetch(ctx, peer, epoch, IN_LANE, in_tensor, address, num_bytes):
-                return False
-        store_i64(c.get(ctx, c.ADDRESSES) + 8 * peer, address)
-    return True
-
-
-@njit(cache=True, nogil=True)
 def slice_start(count: int, world_size: int, rank: int, itemsize: int) -> int:
     """First element of the rank's part of ``count``: parts are whole cache lines, the last ones shorter or empty."""
     per_line = 64 // itemsize

@@ -159,7 +159,7 @@ class Communicator:
             c.IN_PLACE_BYTES: self.tuning.in_place_bytes, c.SINGLE_COPY_BYTES: self.tuning.single_copy_bytes,
             c.PIPELINED_BYTES: self.tuning.pipelined_bytes,
             c.SPINS: self.tuning.spins, c.YIELDS: self.tuning.yields,
-            c.LANES: layout.lanes, c.LANE_BYTES: layout.lane_bytes,
+            c.STREAM_BYTES: self.tuning.stream_bytes, c.LANES: layout.lanes, c.LANE_BYTES: layout.lane_bytes,
             c.STEPS: layout.steps, c.TILE: self.tile_address, c.HEAP_BYTES: self.heap_bytes,
         }  # fmt: skip
         context[list(fields)] = list(fields.values())

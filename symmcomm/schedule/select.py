@@ -17,6 +17,7 @@ class Tuning:
         in_place_bytes: the least all-reduce that reads symmetric tensors in place instead of copying them first.
         single_copy_bytes: the least part that collectives other than all-reduce read out of an ordinary tensor itself.
         pipelined_bytes: the least broadcast that is staged again, as sender and takers then work at the same time.
+        stream_bytes: the least output of a collective that only moves data that is written past the caches.
         chunk_bytes: what one step of a pipeline moves.
         spins: polls before a waiting rank yields its core.
         yields: times it yields before it sleeps.
@@ -26,6 +27,7 @@ class Tuning:
     in_place_bytes: int
     single_copy_bytes: int
     pipelined_bytes: int
+    stream_bytes: int
     chunk_bytes: int
     spins: int
     yields: int
@@ -61,6 +63,7 @@ def choose(world_size: int, num_cores: int, slot_bytes: int, single_copy: bool, 
         in_place_bytes=8 << 10,
         single_copy_bytes=(16 << 10) if single_copy else NEVER,
         pipelined_bytes=NEVER if crowded else 2 << 20,
+        stream_bytes=16 << 20,
         chunk_bytes=chunk,
         spins=min(spin, 1_000_000) if spin >= 0 else (20 if crowded else 100),
         yields=20 if crowded else 2000,

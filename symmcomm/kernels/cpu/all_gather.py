@@ -12,7 +12,7 @@ from numba import njit
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import arrive, await_peers, meet, sync
 from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import STAGED, fetch, note_sources, own_slot, source_of
+from symmcomm.kernels.cpu.windows import STAGED, choose_copy, copy_out, fetch, note_sources, own_slot, source_of
 
 
 @njit(cache=True, nogil=True)
@@ -34,7 +34,7 @@ def _keep(ctx: int, tensor: int, at: int, num_bytes: int, sender: int) -> None:
     rank = c.get(ctx, c.RANK)
     target = load_i64(c.get(ctx, c.TARGETS) + 8 * rank) + at
     if (sender < 0 or rank == sender) and target != tensor + at:
-        memcpy(target, tensor + at, num_bytes)
+        copy_out(ctx, target, tensor + at, num_bytes)
 
 
 @njit(cache=True, nogil=True)
@@ -51,6 +51,8 @@ def _direct(ctx: int, tensor: int, num_bytes: int, sender: int, takes: bool) -> 
 @njit(cache=True, nogil=True)
 def _all_gather(ctx: int, call: int, tensor: int, num_bytes: int, sender: int, taker: int) -> int:
     rank, single = c.get(ctx, c.RANK), num_bytes >= c.get(ctx, c.SINGLE_COPY_BYTES)
+    if choose_copy(ctx, num_bytes if sender >= 0 else num_bytes * c.get(ctx, c.WORLD_SIZE)):
+        single = False
     if sender >= 0 and num_bytes >= c.get(ctx, c.PIPELINED_BYTES):
         single = False  # one copies in while the others copy out: faster than copies that wait for nobody
     source = source_of(ctx, tensor, single)

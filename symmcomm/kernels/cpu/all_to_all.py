@@ -14,7 +14,16 @@ from numba import njit
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import VOTE, arrive, await_peers, describe, described, meet, sync
 from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import IN_LANE, STAGED, fetch, note_sources, own_lane, source_of
+from symmcomm.kernels.cpu.windows import (
+    IN_LANE,
+    STAGED,
+    choose_copy,
+    copy_out,
+    fetch,
+    note_sources,
+    own_lane,
+    source_of,
+)
 
 UNEVEN = -1
 
@@ -125,7 +134,7 @@ def _keep(ctx: int, tensor: int, at: int, area: int, sender: int) -> None:
     num_bytes, source = min(area, load_i64(part) - at), tensor + load_i64(part + 8) + at
     target = load_i64(c.get(ctx, c.TARGETS) + 8 * rank) + at
     if (sender < 0 or rank == sender) and num_bytes > 0 and target != source:
-        memcpy(target, source, num_bytes)
+        copy_out(ctx, target, source, num_bytes)
 
 
 @njit(cache=True, nogil=True)
@@ -144,7 +153,10 @@ def _all_to_all(ctx: int, call: int, tensor: int, count: int, sender: int, outpu
     largest = count if even else _largest_part(ctx)
     # Peers cannot read in place what this rank overwrites.
     in_place = even and output == tensor
-    source = STAGED if in_place else source_of(ctx, tensor, largest >= c.get(ctx, c.SINGLE_COPY_BYTES))
+    single = largest >= c.get(ctx, c.SINGLE_COPY_BYTES)
+    if choose_copy(ctx, largest * c.get(ctx, c.WORLD_SIZE) if sender < 0 else largest):
+        single = False
+    source = STAGED if in_place else source_of(ctx, tensor, single)
     stages = source == STAGED and (sender < 0 or c.get(ctx, c.RANK) == sender)
     budget = min(2 * c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES))
     area = max(64, budget // c.get(ctx, c.WORLD_SIZE) // 64 * 64)

@@ -31,7 +31,8 @@ PIDS = 43  # process ids, one a peer
 EXPECTED_CALL, EXPECTED_COUNT, SENT_CALL, SENT_COUNT = 44, 45, 46, 47  # of a message that was refused
 STEPS, STEP_EPOCH = 48, 49  # offset of the lines of a plan's messages; how many signals plans have taken
 LANES, LANE_BYTES = 50, 51  # offset of the lanes, and their size
-NUM_FIELDS = 52
+STREAM_BYTES, STREAMS = 52, 53  # least output that is written past the caches; whether this call's is
+NUM_FIELDS = 54
 
 IN_OPENING, IN_VOTES, AS_SENDER, AS_RECEIVER = 0, 1, 2, 3  # lines of the barrier; or EXPECTED_ and SENT_ fields
 OPEN, IN_CALL, CLOSED, FAILED, FORKED = 0, 1, 2, 3, 4  # values of STATE

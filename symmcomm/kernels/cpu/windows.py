@@ -18,7 +18,7 @@ from numba import njit
 
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import SOURCE, described
-from symmcomm.kernels.cpu.primitives import load_i64, memcpy, read_process, store_i64
+from symmcomm.kernels.cpu.primitives import load_i64, memcpy, memcpy_past_caches, read_process, store_i64
 
 STAGED = -1
 IN_LANE = -1
@@ -71,11 +71,28 @@ def window(ctx: int, peer: int, epoch: int, in_slot: int, in_tensor: int) -> int
 
 
 @njit(cache=True, nogil=True)
+def choose_copy(ctx: int, output_bytes: int) -> bool:
+    """Decides whether ``copy_out`` passes the caches by. Returns whether the output is so large that staging it for that
+    beats a single copy by the kernel, which goes through the caches."""
+    c.put(ctx, c.STREAMS, output_bytes >= c.get(ctx, c.STREAM_BYTES))
+    return output_bytes >= 2 * c.get(ctx, c.STREAM_BYTES)
+
+
+@njit(cache=True, nogil=True)
+def copy_out(ctx: int, target: int, source: int, num_bytes: int) -> None:
+    """Copies into this rank's output."""
+    if c.get(ctx, c.STREAMS) != 0:
+        memcpy_past_caches(target, source, num_bytes)
+    else:
+        memcpy(target, source, num_bytes)
+
+
+@njit(cache=True, nogil=True)
 def fetch(ctx: int, peer: int, epoch: int, in_slot: int, in_tensor: int, target: int, num_bytes: int) -> bool:
     """Copies the peer's data (see ``window``) to an address of this process. False: its memory could not be read."""
     address = window(ctx, peer, epoch, in_slot, in_tensor)
     if address != 0:
-        memcpy(target, address, num_bytes)
+        copy_out(ctx, target, address, num_bytes)
         return True
     remote = private(load_i64(c.get(ctx, c.SOURCES) + 8 * peer)) + in_tensor
     if read_process(load_i64(c.get(ctx, c.PIDS) + 8 * peer), remote, target, num_bytes):

@@ -113,7 +113,7 @@ class Communicator:
         self.all_reduce_entry = self.kernels.all_reduce
         self.all_reductions: dict[tuple[object, ...], int] = {}
         self.reductions: dict[tuple[object, ...], int] = {}
-        self.calls: dict[tuple[object, ...], tuple[int, int]] = {}
+        self.calls: dict[tuple[object, ...], int] = {}
         self.blocks: list[NDArray[np.int64]] = []
         self.layout = ControlLayout.create(world_size, settings.staging_bytes)
         self.tuning = choose(world_size, num_cores, self.layout.slot_bytes, single_copy, settings.spin)
@@ -159,6 +159,7 @@ class Communicator:
             c.IN_PLACE_BYTES: self.tuning.in_place_bytes, c.SINGLE_COPY_BYTES: self.tuning.single_copy_bytes,
             c.PIPELINED_BYTES: self.tuning.pipelined_bytes,
             c.SPINS: self.tuning.spins, c.YIELDS: self.tuning.yields,
+            c.STREAM_BYTES: self.tuning.stream_bytes, c.LANES: layout.lanes, c.LANE_BYTES: layout.lane_bytes,
             c.STEPS: layout.steps, c.TILE: self.tile_address, c.HEAP_BYTES: self.heap_bytes,
         }  # fmt: skip
         context[list(fields)] = list(fields.values())

@@ -91,7 +91,7 @@ class Settings:
     staging_bytes: int = _variable(
         "SYMMCOMM_STAGING_BYTES",
         parse_bytes,
-        12 << 20,
+        20 << 20,
         "buffer per rank through which ordinary (non-symmetric) tensors pass",
     )
     single_copy: bool = _variable(

@@ -1,7 +1,9 @@
-"""Whether all ranks can reach each other's memory: one kernel, one network namespace (that of the Unix sockets)."""
+"""What a rank finds out about its host, and whether all ranks can reach each other's memory: one kernel, one network
+namespace (that of the Unix sockets)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -13,6 +15,8 @@ from symmcomm.errors import HostMismatchError
 
 if TYPE_CHECKING:
     from symmcomm.bootstrap import Bootstrap
+
+_LISTEN = "0A"  # the kernel's TCP_LISTEN
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,32 @@ def host_identity() -> HostIdentity:
     except OSError:
         network_namespace = 0
     return HostIdentity(hostname, boot_id, network_namespace)
+
+
+def is_local(address: str) -> bool:
+    """Whether an address, or a name's first address, is one of this host's: only then can a socket be bound to it."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)
+    except OSError:
+        return False
+    return True
+
+
+def listening() -> set[int] | None:
+    """TCP ports that somebody listens on in this network namespace: from the kernel's tables (proc(5),
+    ``/proc/net/tcp``), which leaves no trace. ``None`` if they cannot be read."""
+    ports: set[int] | None = None
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+            ports = ports or set()
+            for line in lines:
+                _, local, _, state, *_ = line.split()
+                if state == _LISTEN:
+                    ports.add(int(local.rsplit(":", 1)[1], 16))
+    return ports
 
 
 def check_same_host(bootstrap: Bootstrap, timeout_s: float) -> None:

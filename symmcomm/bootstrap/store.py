@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from symmcomm.bootstrap.host import is_local, listening
 from symmcomm.env import Launch
 from symmcomm.errors import ArgumentError, BootstrapError, PeerTimeoutError
 
@@ -117,7 +118,13 @@ def connect_launched(rank: int, world_size: int, launch: Launch, timeout_s: floa
 
 
 def _open_tcp_store(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> Store:
-    """The server on rank 0 (shared with torch.distributed's own, if that comes later), a client elsewhere."""
+    """The server on rank 0 (shared with torch.distributed's own, if that comes later), a client elsewhere.
+
+    A TCPStore's server looks up the name of every address that connects, one after the other. Those of IPv4 addresses
+    on its own IPv6 socket are in no hosts file, so each costs a query to a name server; where that drops some, as it
+    may when 32 ranks come at once, all wait for its time-out, 5 s. Hence it is given a socket of IPv4, where that is
+    what ``host`` is, and no rank connects only to see whether the server is there.
+    """
     if rank > 0:
         _wait_for_server(host, port, rank, timeout_s)
     return dist.TCPStore(  # type: ignore[attr-defined]
@@ -128,20 +135,41 @@ def _open_tcp_store(host: str, port: int, rank: int, world_size: int, timeout_s:
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=_listener(host, port) if rank == 0 else None,
     )
 
 
+def _listener(host: str, port: int) -> int | None:
+    """A listening socket of IPv4. ``None`` leaves it to TCPStore: ``host`` is IPv6, or the port is taken, maybe by a
+    store that this process has already."""
+    try:
+        if socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0] == socket.AF_INET:
+            return socket.create_server(("", port), backlog=socket.SOMAXCONN).detach()
+    except OSError:
+        pass
+    return None
+
+
 def _wait_for_server(host: str, port: int, rank: int, timeout_s: float) -> None:
-    """Knocks until rank 0 listens: TCPStore itself would wait deaf to Ctrl-C and then print C++ stacks."""
+    """Waits until rank 0 listens: TCPStore itself would wait deaf to Ctrl-C and then print C++ stacks. On this host the
+    kernel's table tells; on another one the rank knocks."""
+    local = is_local(host)
     for left_s in _pauses(time.monotonic() + timeout_s):
-        try:
-            socket.create_connection((host, port), timeout=max(left_s, 0.1)).close()
+        ports = listening() if local else None
+        if port in ports if ports is not None else _answers(host, port, rank, max(left_s, 0.1)):
             return
-        except socket.gaierror as error:
-            raise BootstrapError(f"MASTER_ADDR={host!r} is no host that rank {rank} knows: {error}") from None
-        except OSError:
-            continue
     raise PeerTimeoutError(f"rank {rank} waited {timeout_s:g} s for rank 0 to listen at {host}:{port} (TCP store)", 0)
+
+
+def _answers(host: str, port: int, rank: int, timeout_s: float) -> bool:
+    """Whether somebody takes a connection there."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except socket.gaierror as error:
+        raise BootstrapError(f"MASTER_ADDR={host!r} is no host that rank {rank} knows: {error}") from None
+    except OSError:
+        return False
+    return True
 
 
 def _pauses(deadline: float) -> Iterator[float]:

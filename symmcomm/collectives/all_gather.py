@@ -14,9 +14,10 @@ from symmcomm.errors import ArgumentError
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
-_LENGTHS = encode(Kind.all_gather_bytes, torch.int64), torch.int64.itemsize
+_LENGTHS = encode(Kind.all_gather_bytes, torch.int64)
 _CPU = torch.device("cpu")
-_BYTES = encode(Kind.all_gather_bytes, torch.uint8), 1
+_BYTES = encode(Kind.all_gather_bytes, torch.uint8)
+_ALL_GATHER = Kind.all_gather_into_tensor
 
 
 def all_gather_into_tensor(self: Communicator, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -27,15 +28,14 @@ def all_gather_into_tensor(self: Communicator, output: torch.Tensor, input: torc
         input: contiguous, N elements of any dtype; if symmetric, peers read it in place. It may be part ``rank`` of
             ``output``, else they must lie apart.
     """
-    prepared = prepare_pair(self, Kind.all_gather_into_tensor, output, input, self.world_size, 1)
-    if prepared is None:
+    call = prepare_pair(self, _ALL_GATHER, output, input, self.world_size, 1)
+    if call is None:
         return self.gpu_side.all_gather_into_tensor(output, input)
-    _gather(self, prepared, input, output)
+    _gather(self, call, input, output)
 
 
-def _gather(self: Communicator, prepared: tuple[int, int], input: torch.Tensor, output: torch.Tensor) -> None:
-    call, itemsize = prepared
-    num_bytes, source, target = input.numel() * itemsize, input.data_ptr(), output.data_ptr()
+def _gather(self: Communicator, call: int, input: torch.Tensor, output: torch.Tensor) -> None:
+    num_bytes, source, target = input.nbytes, input.data_ptr(), output.data_ptr()
     check_place(self, target, source, num_bytes, "output", "input")
     status = self.kernels.all_gather(self.ctx, call, source, num_bytes, -1, -1, target, num_bytes)
     if status:
@@ -49,12 +49,11 @@ def broadcast(self: Communicator, tensor: torch.Tensor, src: int) -> None:
         tensor: contiguous, any dtype, the same element count on all ranks; if symmetric on ``src``, it is read in
         place.
     """
-    prepared = prepare_rooted(self, Kind.broadcast, tensor, src, "src")
-    if prepared is None:
+    call = prepare_rooted(self, Kind.broadcast, tensor, src, "src")
+    if call is None:
         return self.gpu_side.broadcast(tensor, src)
-    call, itemsize = prepared
     address = tensor.data_ptr()
-    status = self.kernels.all_gather(self.ctx, call, address, tensor.numel() * itemsize, src, -1, address, 0)
+    status = self.kernels.all_gather(self.ctx, call, address, tensor.nbytes, src, -1, address, 0)
     if status:
         self.fail(status)
 
@@ -68,15 +67,13 @@ def gather(
         tensor: contiguous, any dtype, the same element count on all ranks.
         gather_list: on ``dst`` world_size tensors like ``tensor``, elsewhere None.
     """
-    prepared = prepare_rooted(self, Kind.gather, tensor, dst, "dst")
-    if prepared is None:
+    call = prepare_rooted(self, Kind.gather, tensor, dst, "dst")
+    if call is None:
         return self.gpu_side.gather(tensor, gather_list, dst)
-    call, itemsize = prepared
     parts = check_list(self, gather_list, tensor, "gather_list", dst)
     with self.tables():
         self.targets[: len(parts)] = [part.data_ptr() for part in parts]
-        num_bytes = tensor.numel() * itemsize
-        status = self.kernels.all_gather(self.ctx, call, tensor.data_ptr(), num_bytes, -1, dst, 0, 0)
+        status = self.kernels.all_gather(self.ctx, call, tensor.data_ptr(), tensor.nbytes, -1, dst, 0, 0)
     if status:
         self.fail(status)
 

@@ -16,6 +16,8 @@ from symmcomm.kernels.cpu.all_to_all import UNEVEN
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
+_ALL_TO_ALL = Kind.all_to_all_single
+
 
 def all_to_all_single(
     self: Communicator,
@@ -48,13 +50,13 @@ def _absent(splits: object) -> bool:
 
 
 def _even(self: Communicator, output: torch.Tensor, input: torch.Tensor) -> None:
-    prepared = prepare_pair(self, Kind.all_to_all_single, output, input, 1, 1)
-    if prepared is None:
+    call = prepare_pair(self, _ALL_TO_ALL, output, input, 1, 1)
+    if call is None:
         return self.gpu_side.all_to_all_single(output, input)
-    call, itemsize = prepared
-    part = even_part(self, output, input)
-    source, target = input.data_ptr(), output.data_ptr()
-    status = self.kernels.all_to_all(self.ctx, call, source, part * itemsize, -1, target)
+    num_bytes, source, target = input.nbytes, input.data_ptr(), output.data_ptr()
+    if abs(source - target) < num_bytes or input.numel() % self.world_size:
+        even_part(self, output, input)  # the same tensor, or an error
+    status = self.kernels.all_to_all(self.ctx, call, source, num_bytes // self.world_size, -1, target)
     if status:
         self.fail(status)
 
@@ -131,11 +133,10 @@ def scatter(
         tensor: contiguous, any dtype, the same element count on all ranks; receives this rank's part.
         scatter_list: on ``src`` world_size tensors like ``tensor``, elsewhere None.
     """
-    prepared = prepare_rooted(self, Kind.scatter, tensor, src, "src")
-    if prepared is None:
+    call = prepare_rooted(self, Kind.scatter, tensor, src, "src")
+    if call is None:
         return self.gpu_side.scatter(tensor, scatter_list, src)
-    call, itemsize = prepared
-    num_bytes = tensor.numel() * itemsize
+    num_bytes = tensor.nbytes
     parts = check_list(self, scatter_list, tensor, "scatter_list", src)
     with self.tables():
         self.outgoing[0::2] = num_bytes if parts else 0

@@ -86,17 +86,18 @@ def prepare_pair(
     input: torch.Tensor,
     outputs_per_input: int,
     inputs_per_output: int,
-) -> tuple[int, int] | None:
-    """Checks the two tensors of a call (see ``check_pair``); returns its word (``collectives.call``) and the itemsize,
-    or None if the call is for the GPU.
+) -> int | None:
+    """Checks the two tensors of a call (see ``check_pair``); returns its word (``collectives.call``), or None if the
+    call is for the GPU.
 
     The look-up is for speed: most calls are right, and like one before.
     """
     try:
-        prepared = comm.calls[kind, input.dtype]
+        dtype = input.dtype
+        prepared = comm.calls[kind, dtype]
         fit = (
-            output.dtype is input.dtype
-            and output.numel() * inputs_per_output == input.numel() * outputs_per_input
+            output.dtype is dtype
+            and output.nbytes * inputs_per_output == input.nbytes * outputs_per_input
             and output.is_contiguous()
             and input.is_contiguous()
             and output.is_cpu
@@ -112,7 +113,7 @@ def prepare_pair(
         if gpu_of(comm, output, "output") is not None:
             return None
         check_pair(output, input, outputs_per_input, inputs_per_output)
-        prepared = encode(kind, input.dtype), input.dtype.itemsize
+        prepared = encode(kind, input.dtype)
         if not input.dtype.is_complex:  # these may be lazily conjugated, which only check_tensor sees
             comm.calls[kind, input.dtype] = prepared
     return prepared
@@ -131,7 +132,7 @@ def check_place(comm: Ranked, whole: int, part: int, part_bytes: int, whole_name
 
 def prepare_rooted(
     comm: Communicator, kind: Kind, tensor: torch.Tensor, root: int, name: str
-) -> tuple[int, int] | None:
+) -> int | None:
     """As ``prepare_pair``, for the one tensor of a call with a root."""
     try:
         prepared = comm.calls[kind, tensor.dtype, root]
@@ -145,7 +146,7 @@ def prepare_rooted(
             return None
         check_tensor(tensor, "tensor")
         check_rank(comm, root, name)
-        prepared = encode(kind, tensor.dtype, root=root), tensor.dtype.itemsize
+        prepared = encode(kind, tensor.dtype, root=root)
         if not tensor.dtype.is_complex:
             comm.calls[kind, tensor.dtype, root] = prepared
     return prepared

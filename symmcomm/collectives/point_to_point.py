@@ -18,8 +18,8 @@ def _prepare(self: Communicator, tensor: torch.Tensor, peer: int, name: str) -> 
     """The call word and the bytes of a message; None if it is for the GPU."""
     if peer == self.rank:
         raise ArgumentError(f"{name}={peer} is the calling rank itself")
-    prepared = prepare_rooted(self, Kind.send, tensor, peer, name)
-    return None if prepared is None else (encode(Kind.send, tensor.dtype), tensor.numel() * prepared[1])
+    on_cpu = prepare_rooted(self, Kind.send, tensor, peer, name) is not None
+    return (encode(Kind.send, tensor.dtype), tensor.nbytes) if on_cpu else None
 
 
 def send(self: Communicator, tensor: torch.Tensor, dst: int) -> None:

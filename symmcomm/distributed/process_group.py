@@ -37,7 +37,7 @@ from symmcomm.kernels.cpu import context as c
 from symmcomm.memory.handle import Side
 
 _GROUP_HEAP_BYTES = 4 << 30  # address space a rank of groups other than the default one
-_GROUP_STAGING_BYTES = 2 << 20
+_GROUP_STAGING_BYTES = 3 << 20
 _GROUP_GPU_STAGING_BYTES = 16 << 20
 
 _SPINS_BESIDE = 20_000  # some 0.5 ms

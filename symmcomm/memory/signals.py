@@ -20,8 +20,8 @@ NUM_CHANNELS = 64
 WAITING = 24
 """Offset in the status page: 1 + the rank that the owner waits for, 0 while it waits for none."""
 NUM_MESSAGE_SLOTS = 4
-NUM_SLOTS = 3
-"""Staging slots; see ``kernels.cpu.barrier`` for why three."""
+NUM_SLOTS, NUM_LANE_SETS = 3, 2
+"""Staging slots, and sets of lanes; see the rules of reuse in ``kernels.cpu.barrier`` for why so many."""
 _MESSAGE_BYTES = 4 << 20
 
 
@@ -44,6 +44,7 @@ class ControlLayout:
         signal_pad: the compare-and-swap words, ``u32[NUM_CHANNELS][sender]``.
         messages: chunks on their way out of this rank, ``[peer][NUM_MESSAGE_SLOTS][message_bytes]``.
         staging: NUM_SLOTS slots of ``slot_bytes``, used in turn by the epochs.
+        lanes: what the owner and one peer pass to each other: ``[NUM_LANE_SETS][hops to the peer - 1][lane_bytes]``.
         end: bytes of it all.
     """
 
@@ -60,6 +61,8 @@ class ControlLayout:
     message_bytes: int
     messages: int
     staging: int
+    lane_bytes: int
+    lanes: int
     end: int
 
     @classmethod
@@ -76,7 +79,10 @@ class ControlLayout:
         budget = _MESSAGE_BYTES // (NUM_MESSAGE_SLOTS * world_size)
         message_bytes = max(2 * PAGE_BYTES, min(128 << 10, budget // PAGE_BYTES * PAGE_BYTES))
         staging = messages + world_size * NUM_MESSAGE_SLOTS * message_bytes
-        slot_bytes = align_up(max(staging_bytes // NUM_SLOTS, 1), 2 * world_size * PAGE_BYTES)
+        slot_bytes = align_up(max(staging_bytes // (NUM_SLOTS + NUM_LANE_SETS), 1), 2 * world_size * PAGE_BYTES)
+        lanes = staging + NUM_SLOTS * slot_bytes
+        peers = max(world_size - 1, 1)
+        lane_bytes = slot_bytes // peers // PAGE_BYTES * PAGE_BYTES
         return cls(
             world_size=world_size,
             slot_bytes=slot_bytes,
@@ -91,5 +97,7 @@ class ControlLayout:
             message_bytes=message_bytes,
             messages=messages,
             staging=staging,
-            end=staging + NUM_SLOTS * slot_bytes,
+            lane_bytes=lane_bytes,
+            lanes=lanes,
+            end=lanes + NUM_LANE_SETS * peers * lane_bytes,
         )

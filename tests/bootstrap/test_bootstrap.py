@@ -191,3 +191,27 @@ def test_one_host() -> None:
     assert real.hostname
     assert real.boot_id
     assert hosts_seen(real, real) == ["same", "same"]
+
+
+def test_listening_ports_are_seen() -> None:
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        if not host.is_local(address):
+            continue  # a host without IPv6
+        with socket.socket(family) as server:
+            server.bind((address, 0))
+            port = server.getsockname()[1]
+            assert port not in (host.listening() or ())
+            server.listen()
+            assert port in (host.listening() or ())
+    assert not host.is_local("192.0.2.1")  # of the block for documentation (RFC 5737)
+
+
+def test_store_listens_by_ipv4_where_its_address_is() -> None:
+    """Else a TCPStore asks a name server about every rank, see ``_open_tcp_store``."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    bootstrap = connect(None, 5.0, launch(rank=0, world_size=2, master_addr="127.0.0.1", master_port=port))
+    assert bootstrap.name == "TCP store"
+    if host.is_local("::1"):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("::1", port), timeout=5).close()

@@ -17,7 +17,8 @@ PATHS = {
     "staged": {"SYMMCOMM_STAGING_BYTES": "1", "SYMMCOMM_SINGLE_COPY": "0"},
     "direct": {"SYMMCOMM_STAGING_BYTES": "1", "SYMMCOMM_SINGLE_COPY": "1"},
 }
-"""Environments. ``staged``: ordinary tensors go through staging slots, of the least size: many chunks, cheaply.
+"""Environments. ``staged``: ordinary tensors go through staging slots, of the least size: many chunks, cheaply; and
+data that are only moved are written past the caches, whatever the size.
 ``direct``: whatever the size, ordinary tensors are read out of their processes, symmetric ones where they lie."""
 
 
@@ -25,12 +26,13 @@ PATHS = {
 def communicator(path: str) -> Iterator[Communicator]:
     """``init`` on a path; its environment is the caller's business."""
     with symmcomm.init() as comm:
+        fields = [c.STREAM_BYTES]
         if path == "direct":
             fields = [c.IN_PLACE_BYTES]
             if comm.single_copy:  # else the system forbids it: ordinary tensors are staged
                 fields += [c.SINGLE_COPY_BYTES]
-            for field in fields:
-                ctypes.c_int64.from_address(comm.ctx + 8 * field).value = 1
+        for field in fields:
+            ctypes.c_int64.from_address(comm.ctx + 8 * field).value = 1
         comm.barrier()
         yield comm
 

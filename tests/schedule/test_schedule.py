@@ -13,6 +13,7 @@ from symmcomm.kernels.cpu.windows import slice_start
 from symmcomm.memory.signals import (
     LINE_BYTES,
     NUM_CHANNELS,
+    NUM_LANE_SETS,
     NUM_MESSAGE_SLOTS,
     NUM_SLOTS,
     PAGE_BYTES,
@@ -98,6 +99,7 @@ def regions(layout: ControlLayout) -> list[tuple[str, int, int]]:
         ("signal_pad", layout.signal_pad, 4 * NUM_CHANNELS * world_size),
         ("messages", layout.messages, world_size * NUM_MESSAGE_SLOTS * layout.message_bytes),
         ("staging", layout.staging, NUM_SLOTS * layout.slot_bytes),
+        ("lanes", layout.lanes, NUM_LANE_SETS * max(world_size - 1, 1) * layout.lane_bytes),
     ]
 
 
@@ -110,15 +112,17 @@ def test_regions_do_not_overlap(staging_bytes: int) -> None:
             assert start + size <= next_start, f"{name} reaches into {following} for {world_size} ranks"
         assert sum(laid_out[-1][1:]) == layout.end
         for name, start, _ in laid_out:
-            boundary = PAGE_BYTES if name in ("status", "messages", "staging") else LINE_BYTES
+            boundary = PAGE_BYTES if name in ("status", "messages", "staging", "lanes") else LINE_BYTES
             assert start % boundary == 0, f"{name} at {start} for {world_size} ranks"
 
 
 @given(WORLDS, STAGING)
 def test_slots_divide_among_ranks(world_size: int, staging_bytes: int) -> None:
     layout = ControlLayout.create(world_size, staging_bytes)
-    assert NUM_SLOTS * (layout.slot_bytes + 1) > staging_bytes
+    assert (NUM_SLOTS + NUM_LANE_SETS) * (layout.slot_bytes + 1) > staging_bytes
     assert layout.slot_bytes // world_size >= LINE_BYTES
+    assert layout.slot_bytes // world_size <= layout.lane_bytes <= layout.slot_bytes
+    assert world_size > 2 or layout.lane_bytes == layout.slot_bytes  # then a lane serves as slot
     assert layout.slot_bytes % (2 * world_size * LINE_BYTES) == 0
     assert layout.message_bytes > LINE_BYTES
     assert layout.message_bytes % PAGE_BYTES == 0

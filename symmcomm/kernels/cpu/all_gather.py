@@ -12,29 +12,47 @@ from numba import njit
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import arrive, await_peers, meet, sync
 from symmcomm.kernels.cpu.primitives import load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import STAGED, fetch, note_sources, own_slot, source_of
+from symmcomm.kernels.cpu.windows import STAGED, choose_copy, copy_out, fetch, note_sources, own_slot, source_of
 
 
 @njit(cache=True, nogil=True)
-def _take(ctx: int, epoch: int, tensor: int, at: int, num_bytes: int, sender: int) -> bool:
-    """Copies bytes ``at`` and on of the senders' inputs to where TARGETS says. False: some could not be read."""
+def _take(ctx: int, epoch: int, at: int, num_bytes: int, sender: int) -> bool:
+    """Copies bytes ``at`` and on of the peers' inputs to where TARGETS says. False: some could not be read."""
     rank, world_size, targets = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.TARGETS)
-    for hop in range(world_size):
+    for hop in range(1, world_size):
         peer = (rank + hop) % world_size
         if sender >= 0 and peer != sender:
             continue
-        target = load_i64(targets + 8 * peer) + at
-        if peer != rank:
-            if not fetch(ctx, peer, epoch, 0, at, target, num_bytes):
-                return False
-        elif target != tensor + at:
-            memcpy(target, tensor + at, num_bytes)
+        if not fetch(ctx, peer, epoch, 0, at, load_i64(targets + 8 * peer) + at, num_bytes):
+            return False
     return True
+
+
+@njit(cache=True, nogil=True)
+def _keep(ctx: int, tensor: int, at: int, num_bytes: int, sender: int) -> None:
+    """Copies bytes ``at`` and on of this rank's own input to where TARGETS says."""
+    rank = c.get(ctx, c.RANK)
+    target = load_i64(c.get(ctx, c.TARGETS) + 8 * rank) + at
+    if (sender < 0 or rank == sender) and target != tensor + at:
+        copy_out(ctx, target, tensor + at, num_bytes)
+
+
+@njit(cache=True, nogil=True)
+def _direct(ctx: int, tensor: int, num_bytes: int, sender: int, takes: bool) -> int:
+    """All of it out of the senders' tensors, and the closing barrier, whose signals travel while own data are kept."""
+    if takes and not _take(ctx, c.get(ctx, c.EPOCH), 0, num_bytes, sender):
+        return c.STOPPED
+    closing = arrive(ctx)
+    if takes:
+        _keep(ctx, tensor, 0, num_bytes, sender)
+    return c.OK if await_peers(ctx, closing) else c.STOPPED
 
 
 @njit(cache=True, nogil=True)
 def _all_gather(ctx: int, call: int, tensor: int, num_bytes: int, sender: int, taker: int) -> int:
     rank, single = c.get(ctx, c.RANK), num_bytes >= c.get(ctx, c.SINGLE_COPY_BYTES)
+    if choose_copy(ctx, num_bytes if sender >= 0 else num_bytes * c.get(ctx, c.WORLD_SIZE)):
+        single = False
     if sender >= 0 and num_bytes >= c.get(ctx, c.PIPELINED_BYTES):
         single = False  # one copies in while the others copy out: faster than copies that wait for nobody
     source = source_of(ctx, tensor, single)
@@ -48,15 +66,18 @@ def _all_gather(ctx: int, call: int, tensor: int, num_bytes: int, sender: int, t
         return status
     num_symmetric, num_private, num_staged = note_sources(ctx, c.get(ctx, c.EPOCH), sender)
     if num_staged == 0:
-        per_chunk = max(num_bytes, 1)
+        return _direct(ctx, tensor, num_bytes, sender, takes)
     for at in range(0, num_bytes, per_chunk):
         epoch, following = c.get(ctx, c.EPOCH), at + per_chunk
         if following < num_bytes:
             if stages:
                 memcpy(own_slot(ctx, epoch + 1), tensor + following, min(per_chunk, num_bytes - following))
             arrive(ctx)
-        if takes and not _take(ctx, epoch, tensor, at, min(per_chunk, num_bytes - at), sender):
-            return c.STOPPED
+        n = min(per_chunk, num_bytes - at)
+        if takes:
+            if not _take(ctx, epoch, at, n, sender):
+                return c.STOPPED
+            _keep(ctx, tensor, at, n, sender)
         if following < num_bytes and not await_peers(ctx, epoch + 1):
             return c.STOPPED
     if num_symmetric + num_private > 0 and not sync(ctx):

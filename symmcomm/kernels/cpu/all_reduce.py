@@ -7,11 +7,12 @@ ranks' slots into its tensor. The next chunk is in its slot and signalled before
 writes it into slice r of all tensors; barrier. Nobody but rank r touches slice r between the two, so no copy is needed;
 the second barrier makes the results visible and ends the reading.
 
-**Two-shot staged**: a pipeline over chunks with one barrier a step. Before barrier e a rank copies chunk k into slot e,
-and reduces its slice of chunk k - 1, which peers hold in slots e - 1, into the result half of slot e; after e it
-collects the reduced slices of chunk k - 1. By the rule of reuse (see ``barrier``) the slots of e - 1 stay as
-they are until then. A symmetric tensor among ordinary ones is read in place: its owner writes chunk
-k - 1 only after barrier e, when all have read it.
+**Two-shot staged**: a pipeline over chunks with one barrier a step. Before barrier e a rank copies the slices of chunk
+k into its lanes e to those who reduce them, and reduces its slice of chunk k - 1, which peers hold in their lanes e -
+1, into the result half of slot e; after e it collects the reduced slices of chunk k - 1. By the rules of reuse (see
+``barrier``) the lanes of e - 1 stay as they are until then. A symmetric tensor among ordinary ones is read in place:
+its owner writes chunk k - 1 only after barrier e, when all have read it. Of sizes that ordinary tensors would do one-
+shot the chunks are then in slots, whole.
 
 (Reading ordinary tensors out of their processes, as other collectives do, was measured and is slower here: both
 directions at once pay for the pages that the kernel looks up.)
@@ -29,8 +30,10 @@ from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import arrive, await_peers, meet, sync
 from symmcomm.kernels.cpu.primitives import call_5, load_i64, memcpy, store_i64
 from symmcomm.kernels.cpu.windows import (
+    IN_LANE,
     STAGED,
     note_sources,
+    own_lane,
     own_slot,
     slice_start,
     source_of,
@@ -47,17 +50,31 @@ def _reduce(ctx: int, function: int, destination: int, count: int) -> None:
 
 
 @njit(cache=True, nogil=True)
+def _copy_in(ctx: int, epoch: int, chunk: int, count: int, itemsize: int, whole: bool) -> None:
+    """Copies a chunk into the epoch's slot (``whole``), or each other rank's slice of it into the lane to that rank."""
+    if whole:
+        memcpy(own_slot(ctx, epoch), chunk, count * itemsize)
+        return
+    rank, world_size = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE)
+    for hop in range(1, world_size):
+        peer = (rank + hop) % world_size
+        start = slice_start(count, world_size, peer, itemsize) * itemsize
+        end = slice_start(count, world_size, peer + 1, itemsize) * itemsize
+        memcpy(own_lane(ctx, epoch, peer), chunk + start, end - start)
+
+
+@njit(cache=True, nogil=True)
 def _one_shot(ctx: int, tensor: int, count: int, itemsize: int, per_chunk: int, function: int, root: int) -> int:
     rank, addresses = c.get(ctx, c.RANK), c.get(ctx, c.ADDRESSES)
     for at in range(0, count, per_chunk):
         epoch, chunk, following = c.get(ctx, c.EPOCH), tensor + at * itemsize, at + per_chunk
         if following < count:
             n = min(per_chunk, count - following)
-            memcpy(own_slot(ctx, epoch + 1), tensor + following * itemsize, n * itemsize)
+            _copy_in(ctx, epoch + 1, tensor + following * itemsize, n, itemsize, True)
             arrive(ctx)
         if root < 0 or rank == root:
             for peer in range(c.get(ctx, c.WORLD_SIZE)):
-                store_i64(addresses + 8 * peer, c.peer_address(ctx, peer, c.slot_offset(ctx, epoch)))
+                store_i64(addresses + 8 * peer, c.slot(ctx, epoch, peer))
             store_i64(addresses + 8 * rank, chunk)
             _reduce(ctx, function, chunk, min(per_chunk, count - at))
         if following < count and not await_peers(ctx, epoch + 1):
@@ -84,23 +101,15 @@ def _in_place(ctx: int, count: int, itemsize: int, function: int, root: int) -> 
 
 
 @njit(cache=True, nogil=True)
-def _copy_in(ctx: int, slot: int, chunk: int, count: int, itemsize: int) -> None:
-    """Copies a chunk into the slot, but for the slice that this rank reduces itself."""
-    rank, world_size = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE)
-    start = slice_start(count, world_size, rank, itemsize) * itemsize
-    end = slice_start(count, world_size, rank + 1, itemsize) * itemsize
-    memcpy(slot, chunk, start)
-    memcpy(slot + end, chunk + end, count * itemsize - end)
-
-
-@njit(cache=True, nogil=True)
-def _reduce_slice(ctx: int, epoch: int, tensor: int, at: int, count: int, itemsize: int, function: int) -> None:
+def _reduce_slice(
+    ctx: int, epoch: int, tensor: int, at: int, count: int, itemsize: int, function: int, whole: bool
+) -> None:
     """Own slice of the chunk at element ``at``, held by the peers since ``epoch``, into the next slot's result half."""
     rank, world_size, addresses = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.ADDRESSES)
     start, end = slice_start(count, world_size, rank, itemsize), slice_start(count, world_size, rank + 1, itemsize)
     for peer in range(world_size):
-        where = window(ctx, peer, epoch, start * itemsize, (at + start) * itemsize)
-        store_i64(addresses + 8 * peer, where)
+        in_slot = start * itemsize if whole else IN_LANE
+        store_i64(addresses + 8 * peer, window(ctx, peer, epoch, in_slot, (at + start) * itemsize))
     store_i64(addresses + 8 * rank, tensor + (at + start) * itemsize)
     result = own_slot(ctx, epoch + 1) + c.get(ctx, c.SLOT_BYTES) // 2
     _reduce(ctx, function, result + start * itemsize, end - start)
@@ -114,22 +123,22 @@ def _collect(ctx: int, epoch: int, chunk: int, count: int, itemsize: int) -> Non
         peer = (rank + hop) % world_size
         start = slice_start(count, world_size, peer, itemsize) * itemsize
         end = slice_start(count, world_size, peer + 1, itemsize) * itemsize
-        result = c.peer_address(ctx, peer, c.slot_offset(ctx, epoch) + c.get(ctx, c.SLOT_BYTES) // 2)
+        result = c.slot(ctx, epoch, peer) + c.get(ctx, c.SLOT_BYTES) // 2
         memcpy(chunk + start, result + start, end - start)
 
 
 @njit(cache=True, nogil=True)
 def _staged(
-    ctx: int, tensor: int, count: int, itemsize: int, per_chunk: int, source: int, function: int, root: int
+    ctx: int, tensor: int, count: int, itemsize: int, per_chunk: int, source: int, function: int, root: int, whole: bool
 ) -> int:
     takes = root < 0 or c.get(ctx, c.RANK) == root
     for at in range(0, count, per_chunk):
         epoch, following = c.get(ctx, c.EPOCH), at + per_chunk
         if source == STAGED and following < count:
-            slot, chunk = own_slot(ctx, epoch + 1), tensor + following * itemsize
-            _copy_in(ctx, slot, chunk, min(per_chunk, count - following), itemsize)
+            n = min(per_chunk, count - following)
+            _copy_in(ctx, epoch + 1, tensor + following * itemsize, n, itemsize, whole)
         n = min(per_chunk, count - at)
-        _reduce_slice(ctx, epoch, tensor, at, n, itemsize, function)
+        _reduce_slice(ctx, epoch, tensor, at, n, itemsize, function, whole)
         if not sync(ctx):
             return c.STOPPED
         if takes:
@@ -144,11 +153,7 @@ def _all_reduce(ctx: int, call: int, tensor: int, count: int, itemsize: int, fun
     source = source_of(ctx, tensor, False) if num_bytes >= c.get(ctx, c.IN_PLACE_BYTES) else STAGED
     per_chunk = min(c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES) // 2) // itemsize
     if source == STAGED:
-        slot = own_slot(ctx, c.get(ctx, c.EPOCH) + 1)
-        if small:
-            memcpy(slot, tensor, min(per_chunk * itemsize, num_bytes))
-        else:
-            _copy_in(ctx, slot, tensor, min(per_chunk, count), itemsize)
+        _copy_in(ctx, c.get(ctx, c.EPOCH) + 1, tensor, min(per_chunk, count), itemsize, small)
     status = meet(ctx, call, count, source, 0)
     if status != c.OK:
         return status
@@ -157,7 +162,7 @@ def _all_reduce(ctx: int, call: int, tensor: int, count: int, itemsize: int, fun
         return _in_place(ctx, count, itemsize, function, root)
     if small and num_symmetric == 0:
         return _one_shot(ctx, tensor, count, itemsize, per_chunk, function, root)
-    return _staged(ctx, tensor, count, itemsize, per_chunk, source, function, root)
+    return _staged(ctx, tensor, count, itemsize, per_chunk, source, function, root, small)
 
 
 @njit(cache=True, nogil=True)

@@ -12,6 +12,13 @@ at e, peers read after they pass e and before they arrive at e + 2. It is writte
 so after passing e + 2, when all have arrived at e + 2. Hence one barrier a step is enough, and a rank may arrive at
 e + 1 first and read slot e while that signal is on its way.
 
+**The rule of reuse of lanes**, where a rank has data for one peer alone. A lane carries data both ways in turn: what r
+has for p at e, r wrote into a lane that p reads after passing e, and into which p itself then writes what it has for r
+at e + 2 (``context.lane``: two sets, by parity of e; a lane of r's heap if e & 2 is 0, else of p's). Whoever writes a
+lane has read it before, in the order of its own program, so nothing is overwritten unread; and what p writes at e + 2,
+r reads after passing e + 2. It spares traffic: a rank fills the cache lines that it has just read, which are in its
+cache and on many processors its own, where in a slot it would first have to get them back from the reader.
+
 **Ring barrier.** Each rank only signals its successor and waits for its predecessor, world_size - 1 rounds; the word
 counts rounds and is never reset. A rank sends its round k + 1 after it saw its predecessor's round k, so having seen
 round world_size - 1 it knows that each of its world_size - 1 predecessors entered. A fast predecessor only raises the

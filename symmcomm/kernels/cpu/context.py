@@ -30,7 +30,9 @@ PIPELINED_BYTES = 42  # from here on a call with one sender is staged again
 PIDS = 43  # process ids, one a peer
 EXPECTED_CALL, EXPECTED_COUNT, SENT_CALL, SENT_COUNT = 44, 45, 46, 47  # of a message that was refused
 STEPS, STEP_EPOCH = 48, 49  # offset of the lines of a plan's messages; how many signals plans have taken
-NUM_FIELDS = 50
+LANES, LANE_BYTES = 50, 51  # offset of the lanes, and their size
+STREAM_BYTES, STREAMS = 52, 53  # least output that is written past the caches; whether this call's is
+NUM_FIELDS = 54
 
 IN_OPENING, IN_VOTES, AS_SENDER, AS_RECEIVER = 0, 1, 2, 3  # lines of the barrier; or EXPECTED_ and SENT_ fields
 OPEN, IN_CALL, CLOSED, FAILED, FORKED = 0, 1, 2, 3, 4  # values of STATE
@@ -66,6 +68,24 @@ def line_offset(ctx: int, epoch: int, sender: int) -> int:
 def slot_offset(ctx: int, epoch: int) -> int:
     """Offset of the staging slot that is written before arriving at ``epoch`` (rule of reuse, see ``barrier``)."""
     return get(ctx, STAGING) + (epoch % NUM_SLOTS) * get(ctx, SLOT_BYTES)
+
+
+@njit(cache=True, nogil=True)
+def lane(ctx: int, epoch: int, sender: int, taker: int) -> int:
+    """Address of the lane that ``sender`` writes before arriving at ``epoch``, for ``taker`` alone (rule of reuse of
+    lanes, see ``barrier``)."""
+    home, other = (sender, taker) if epoch & 2 == 0 else (taker, sender)
+    world_size = get(ctx, WORLD_SIZE)
+    index = (epoch & 1) * (world_size - 1) + (other - home - 1) % world_size
+    return peer_address(ctx, home, get(ctx, LANES) + index * get(ctx, LANE_BYTES))
+
+
+@njit(cache=True, nogil=True)
+def slot(ctx: int, epoch: int, owner: int) -> int:
+    """Address of what ``owner`` writes before arriving at ``epoch``, for all: its slot, or the lane to its one peer."""
+    if get(ctx, WORLD_SIZE) == 2:
+        return lane(ctx, epoch, owner, 1 - owner)
+    return peer_address(ctx, owner, slot_offset(ctx, epoch))
 
 
 @njit(cache=True, nogil=True)

@@ -76,10 +76,22 @@ def _float_to_8bit(b: Any, value: Any, mantissa_bits: int, bias: int, overflow_f
     return b.trunc(b.or_(out, b.and_(b.lshr(bits, _I32(24)), _I32(0x80))), _I8)
 
 
+def splat(kind: Any, value: int) -> Any:
+    """A constant of an integer type, or of a vector of one."""
+    return kind([value] * kind.count) if isinstance(kind, ir.VectorType) else kind(value)
+
+
+def round_to_bfloat16(b: Any, value: Any, kind: Any = _I32) -> Any:
+    """Round to nearest even: the result is the upper half of these bits, the lower one is to be dropped. A NaN stays
+    one if the lower half of its bits is 0. ``kind``: of the bits."""
+    bits = b.bitcast(value, kind)
+    odd = b.and_(b.lshr(bits, splat(kind, 16)), splat(kind, 1))
+    return b.add(b.add(bits, splat(kind, 0x7FFF)), odd)
+
+
 def _float_to_bfloat16(b: Any, value: Any) -> Any:
     """Round to nearest even; a NaN stays one."""
-    bits = b.bitcast(value, _I32)
-    rounded = b.add(b.add(bits, _I32(0x7FFF)), b.and_(b.lshr(bits, _I32(16)), _I32(1)))
+    rounded = round_to_bfloat16(b, value)
     return b.trunc(b.lshr(_select_nan(b, value, _I32(0x7FC00000), rounded), _I32(16)), _I16)
 
 
@@ -111,14 +123,14 @@ def _narrow(b: Any, dtype: DType, value: Any) -> Any:
     return value if value.type == storage else b.trunc(value, storage)
 
 
-def _literals(*args: Any) -> tuple[DType, Op]:
+def literals(*args: Any) -> tuple[DType, Op]:
     return DType(args[0].literal_value), Op(args[1].literal_value)
 
 
 @intrinsic(prefer_literal=True)
 def load(typingctx: Any, address: Any, index: Any, dtype: Any, op: Any) -> Any:
     """Element ``index`` at ``address``, as an accumulator."""
-    kind, operation = _literals(dtype, op)
+    kind, operation = literals(dtype, op)
     acc = accumulator(kind, operation)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -133,7 +145,7 @@ def load(typingctx: Any, address: Any, index: Any, dtype: Any, op: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def store(typingctx: Any, address: Any, index: Any, value: Any, dtype: Any, op: Any) -> Any:
     """Rounds an accumulator (to nearest even, as torch casts) into element ``index`` at ``address``."""
-    kind, operation = _literals(dtype, op)
+    kind, operation = literals(dtype, op)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(args[0], _STORAGE[kind].as_pointer()), [args[1]])
@@ -152,7 +164,7 @@ def _accumulator_slot(builder: Any, acc: Any, address: Any, index: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def load_accumulator(typingctx: Any, address: Any, index: Any, dtype: Any, op: Any) -> Any:
     """Accumulator ``index`` of the tile at ``address``."""
-    acc = accumulator(*_literals(dtype, op))
+    acc = accumulator(*literals(dtype, op))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = builder.load(_accumulator_slot(builder, acc, args[0], args[1]))
@@ -165,7 +177,7 @@ def load_accumulator(typingctx: Any, address: Any, index: Any, dtype: Any, op: A
 @intrinsic(prefer_literal=True)
 def store_accumulator(typingctx: Any, address: Any, index: Any, value: Any, dtype: Any, op: Any) -> Any:
     """Stores accumulator ``index`` of the tile at ``address``."""
-    acc = accumulator(*_literals(dtype, op))
+    acc = accumulator(*literals(dtype, op))
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         stored = builder.store(args[2], _accumulator_slot(builder, acc, args[0], args[1]))
@@ -182,7 +194,7 @@ def _combine_bool(b: Any, op: Op, x: Any, y: Any) -> Any:
     return b.xor(x, y) if op is Op.bxor else b.or_(x, y)
 
 
-def _combine_float(b: Any, op: Op, x: Any, y: Any) -> Any:
+def combine_float(b: Any, op: Op, x: Any, y: Any) -> Any:
     """max and min propagate NaN, as torch's do."""
     if op in (Op.sum, Op.avg):
         return b.fadd(x, y)
@@ -202,13 +214,13 @@ def _combine_integer(b: Any, op: Op, x: Any, y: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def combine(typingctx: Any, x: Any, y: Any, dtype: Any, op: Any) -> Any:
     """``op`` of two accumulators."""
-    kind, operation = _literals(dtype, op)
+    kind, operation = literals(dtype, op)
     acc = accumulator(kind, operation)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if kind is DType.bool:
             return _combine_bool(builder, operation, args[0], args[1])
-        function = _combine_float if kind.is_floating_point else _combine_integer
+        function = combine_float if kind.is_floating_point else _combine_integer
         return function(builder, operation, args[0], args[1])
 
     return acc(acc, acc, dtype, op), codegen
@@ -217,7 +229,7 @@ def combine(typingctx: Any, x: Any, y: Any, dtype: Any, op: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def finish(typingctx: Any, value: Any, num: Any, dtype: Any, op: Any) -> Any:
     """The result from the accumulator of ``num`` ranks' elements: for ``avg`` divided by ``num``, truncated."""
-    kind, operation = _literals(dtype, op)
+    kind, operation = literals(dtype, op)
     acc = accumulator(kind, operation)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -233,7 +245,7 @@ def finish(typingctx: Any, value: Any, num: Any, dtype: Any, op: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def rounded(typingctx: Any, value: Any, dtype: Any, op: Any) -> Any:
     """The accumulator that a stored ``value`` would be loaded as."""
-    kind, operation = _literals(dtype, op)
+    kind, operation = literals(dtype, op)
     acc = accumulator(kind, operation)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -6,8 +6,8 @@ computed: all ranks get the same bits, and those of ``all_reduce`` where the sum
 **All rows on every rank** (``ALL_REDUCE``; small, or two ranks): each rank copies its input into its slot, in chunks;
 barrier; each sums all ranks' slots and norms every row. The next chunk is in its slot and signalled before that.
 
-**Own rows** (``SCATTER``): as a reduce-scatter, rank r sums and norms rows r·⌈rows/W⌉ and on; each chunk has an area
-in the slot for each other rank's rows. ``SCATTER_GATHER``, and ``ALL_REDUCE`` of more data, then pass the results on,
+**Own rows** (``SCATTER``): as a reduce-scatter, rank r sums and norms rows r·⌈rows/W⌉ and on; each chunk has a lane
+to each other rank for its rows. ``SCATTER_GATHER``, and ``ALL_REDUCE`` of more data, then pass the results on,
 as an all-gather does. An ``ALL_REDUCE`` passes on two, out and new residual: with two ranks 1.5 times the data of the
 first form. ``GATHER`` passes on rows that were normed without peers.
 
@@ -30,7 +30,7 @@ from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu import norm as job
 from symmcomm.kernels.cpu.barrier import VOTE, arrive, await_peers, described, meet, sync
 from symmcomm.kernels.cpu.primitives import call_2, call_5, load_i64, memcpy, store_i64
-from symmcomm.kernels.cpu.windows import STAGED, note_sources, own_slot, source_of, window
+from symmcomm.kernels.cpu.windows import IN_LANE, STAGED, note_sources, own_lane, own_slot, source_of, window
 
 ALL_REDUCE, SCATTER_GATHER, SCATTER, GATHER = 0, 1, 2, 3  # values of the job's FORM
 
@@ -77,23 +77,24 @@ def _consume(ctx: int, task: int, at: int, count: int, num: int, publishes: bool
 
 @njit(cache=True, nogil=True)
 def _per_chunk(ctx: int, num_areas: int, itemsize: int) -> int:
-    """Elements of an area of a slot: whole cache lines."""
+    """Elements of a chunk of each part: whole cache lines."""
     budget = min(2 * c.get(ctx, c.CHUNK_BYTES), c.get(ctx, c.SLOT_BYTES))
     return max(64, budget // num_areas // 64 * 64) // itemsize
 
 
 @njit(cache=True, nogil=True)
 def _copy_in(ctx: int, task: int, epoch: int, at: int, num_areas: int) -> None:
-    """Elements ``at`` and on of each part of the input into the epoch's slot, one area a part; none for a part that
-    this rank alone sums."""
+    """Elements ``at`` and on of each part of the input into the epoch's lane to who sums it; of the one part that all
+    sum, into the slot."""
     itemsize, tensor = _field(task, job.ITEMSIZE), _field(task, job.INPUT)
     count, part = _field(task, job.ROWS) * _field(task, job.HIDDEN), _part(task, num_areas)
-    per_chunk, slot = _per_chunk(ctx, num_areas, itemsize), own_slot(ctx, epoch)
-    for hop in range(num_areas):
+    per_chunk = _per_chunk(ctx, num_areas, itemsize)
+    for hop in range(max(num_areas - 1, 1)):
         area = (c.get(ctx, c.RANK) + 1 + hop) % num_areas
         n = min(per_chunk, _length(count, part, area) - at)
-        if n > 0 and not (num_areas > 1 and area == c.get(ctx, c.RANK)):
-            memcpy(slot + area * per_chunk * itemsize, tensor + (area * part + at) * itemsize, n * itemsize)
+        if n > 0:
+            target = own_lane(ctx, epoch, area) if num_areas > 1 else own_slot(ctx, epoch)
+            memcpy(target, tensor + (area * part + at) * itemsize, n * itemsize)
 
 
 @njit(cache=True, nogil=True)
@@ -109,8 +110,8 @@ def _sum_rows(ctx: int, task: int, source: int, num_areas: int, num_staged: int,
     rank, world_size, addresses = c.get(ctx, c.RANK), c.get(ctx, c.WORLD_SIZE), c.get(ctx, c.ADDRESSES)
     itemsize, part, area = _field(task, job.ITEMSIZE), _part(task, num_areas), rank if num_areas > 1 else 0
     count = _length(_field(task, job.ROWS) * _field(task, job.HIDDEN), part, area)
-    in_slot = _per_chunk(ctx, num_areas, itemsize)
-    per_chunk = in_slot if num_staged > 0 else max(part, 1)
+    in_slot = IN_LANE if num_areas > 1 else 0
+    per_chunk = _per_chunk(ctx, num_areas, itemsize) if num_staged > 0 else max(part, 1)
     for at in range(0, part, per_chunk):
         epoch, more = c.get(ctx, c.EPOCH), at + per_chunk < part
         if more:
@@ -119,8 +120,7 @@ def _sum_rows(ctx: int, task: int, source: int, num_areas: int, num_staged: int,
             arrive(ctx)
         start = area * part + at
         for peer in range(world_size):
-            address = window(ctx, peer, epoch, area * in_slot * itemsize, start * itemsize)
-            store_i64(addresses + 8 * peer, address)
+            store_i64(addresses + 8 * peer, window(ctx, peer, epoch, in_slot, start * itemsize))
         store_i64(addresses + 8 * rank, _field(task, job.INPUT) + start * itemsize)
         _consume(ctx, task, start, min(per_chunk, count - at), world_size, publishes)
         if more and not await_peers(ctx, epoch + 1):
@@ -165,8 +165,7 @@ def _pass_on(ctx: int, rows: int, pitch: int, row_bytes: int, num_rows: int, ope
         for hop in range(1, world_size):
             peer = (rank + hop) % world_size
             n = min(per_chunk, _length(num_rows * row_bytes, part, peer) - at)
-            slot = c.peer_address(ctx, peer, c.slot_offset(ctx, epoch))
-            _move(slot, rows + peer * num_part * pitch, pitch, row_bytes, at, n, True)
+            _move(c.slot(ctx, epoch, peer), rows + peer * num_part * pitch, pitch, row_bytes, at, n, True)
         if following < part and not await_peers(ctx, epoch + 1):
             return False
     return True

@@ -115,6 +115,20 @@ def address_of_slot(typingctx: Any) -> Any:
     return types.int64(), codegen
 
 
+@intrinsic
+def _copy_past_caches(typingctx: Any, target: Any, source: Any) -> Any:
+    """Copies 64 bytes to an aligned address, by a store that leaves the line in no cache."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        line = ir.VectorType(_I64, 8)
+        value = builder.load(_pointer(builder, args[1], line), align=1)
+        stored = builder.store(value, _pointer(builder, args[0], line), align=64)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 def _call(num_args: int) -> Any:
     @intrinsic
     def call(typingctx: Any, function: Any, *args: Any) -> Any:
@@ -147,6 +161,19 @@ def futex_wait(address: int, expected: int, timeout_ns: int) -> int:
 def futex_wake(address: int) -> int:
     """Wakes every sleeper on the word."""
     return _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, 0x7FFFFFFF, 0, 0, 0)
+
+
+@njit(cache=True, nogil=True)
+def memcpy_past_caches(target: int, source: int, num_bytes: int) -> None:
+    """``memcpy`` of much that is not read soon: the target's lines are neither fetched first nor kept in a cache."""
+    start = min(-target % 64, num_bytes)
+    end = start + (num_bytes - start) // 256 * 256
+    memcpy(target, source, start)
+    for at in range(start, end, 256):
+        for line in range(at, at + 256, 64):
+            _copy_past_caches(target + line, source + line)
+    memcpy(target + end, source + end, num_bytes - end)
+    fence()  # such stores are ordered by no later release
 
 
 @njit(cache=True, nogil=True)

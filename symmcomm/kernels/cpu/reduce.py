@@ -16,8 +16,16 @@ from typing import Any
 from numba import cfunc, types
 
 from symmcomm.kernels.compile import compile_once
+from symmcomm.kernels.cpu.bfloat16_block import BFLOAT16_BLOCK, reduce_bfloat16_block
 from symmcomm.kernels.cpu.context import TILE_ELEMENTS
-from symmcomm.kernels.cpu.elements import combine, finish, load, load_accumulator, store, store_accumulator
+from symmcomm.kernels.cpu.elements import (
+    combine,
+    finish,
+    load,
+    load_accumulator,
+    store,
+    store_accumulator,
+)
 from symmcomm.kernels.cpu.primitives import load_i64
 from symmcomm.schedule.dtypes import DType, Op
 
@@ -31,11 +39,18 @@ def build(dtype: int, op: int, itemsize: int, cached: bool = True) -> Any:
     TILE_ELEMENTS accumulators.
     """
 
+    in_blocks = dtype == DType.bfloat16
+
     @cfunc(_SIGNATURE, cache=cached)
     def reduce(destination, sources, num, count, tile):  # type: ignore[no-untyped-def]
         first, second = load_i64(sources), load_i64(sources + 8)
         if num == 2:
-            for i in range(count):
+            done = 0
+            if in_blocks:
+                for i in range(count // BFLOAT16_BLOCK):
+                    reduce_bfloat16_block(destination, first, second, i, num, dtype, op)
+                done = count // BFLOAT16_BLOCK * BFLOAT16_BLOCK
+            for i in range(done, count):
                 value = combine(load(first, i, dtype, op), load(second, i, dtype, op), dtype, op)
                 store(destination, i, finish(value, num, dtype, op), dtype, op)
             return 0

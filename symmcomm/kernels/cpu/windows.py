@@ -5,7 +5,8 @@ What a rank announces as the source of its data, when a collective opens:
 - a heap offset: the tensor is symmetric; peers read it where it lies;
 - ``private(address)``: an ordinary tensor, large enough that peers read it out of this process's memory, in one copy
   by the kernel (``process_vm_readv``; only where all ranks found at ``init`` that they may);
-- STAGED: an ordinary tensor that this rank copies, chunk by chunk, into its staging slots.
+- STAGED: an ordinary tensor that this rank copies, chunk by chunk, into its slots (what is for all) or lanes (what is
+  for one).
 
 The mix may differ from rank to rank: everyone sees all announcements at the opening barrier, so all agree on the number
 of steps (one if nothing is staged) and on whether a closing barrier must protect tensors that peers read.
@@ -17,9 +18,11 @@ from numba import njit
 
 from symmcomm.kernels.cpu import context as c
 from symmcomm.kernels.cpu.barrier import SOURCE, described
-from symmcomm.kernels.cpu.primitives import load_i64, memcpy, read_process, store_i64
+from symmcomm.kernels.cpu.primitives import load_i64, memcpy, memcpy_past_caches, read_process, store_i64
 
 STAGED = -1
+IN_LANE = -1
+"""In place of an offset in a slot: the data are in the lane to the reading rank."""
 
 
 @njit(cache=True, nogil=True)
@@ -55,14 +58,33 @@ def note_sources(ctx: int, epoch: int, root: int) -> tuple[int, int, int]:
 
 @njit(cache=True, nogil=True)
 def window(ctx: int, peer: int, epoch: int, in_slot: int, in_tensor: int) -> int:
-    """Address of the peer's data after the barrier of ``epoch``: ``in_slot`` bytes into its staging slot, or
-    ``in_tensor`` bytes into its symmetric tensor. 0 for a private one, which has no address here."""
+    """Address of the peer's data after the barrier of ``epoch``: ``in_slot`` bytes into its slot, its lane to this rank
+    (IN_LANE), or ``in_tensor`` bytes into its symmetric tensor. 0 for a private one, which has no address here."""
     source = load_i64(c.get(ctx, c.SOURCES) + 8 * peer)
     if source < STAGED:
         return 0
     if source == STAGED:
-        return c.peer_address(ctx, peer, c.slot_offset(ctx, epoch) + in_slot)
+        if in_slot == IN_LANE:
+            return c.lane(ctx, epoch, peer, c.get(ctx, c.RANK))
+        return c.slot(ctx, epoch, peer) + in_slot
     return c.peer_address(ctx, peer, source + in_tensor)
+
+
+@njit(cache=True, nogil=True)
+def choose_copy(ctx: int, output_bytes: int) -> bool:
+    """Decides whether ``copy_out`` passes the caches by. Returns whether the output is so large that staging it for
+    that beats a single copy by the kernel, which goes through the caches."""
+    c.put(ctx, c.STREAMS, output_bytes >= c.get(ctx, c.STREAM_BYTES))
+    return output_bytes >= 2 * c.get(ctx, c.STREAM_BYTES)
+
+
+@njit(cache=True, nogil=True)
+def copy_out(ctx: int, target: int, source: int, num_bytes: int) -> None:
+    """Copies into this rank's output."""
+    if c.get(ctx, c.STREAMS) != 0:
+        memcpy_past_caches(target, source, num_bytes)
+    else:
+        memcpy(target, source, num_bytes)
 
 
 @njit(cache=True, nogil=True)
@@ -70,7 +92,7 @@ def fetch(ctx: int, peer: int, epoch: int, in_slot: int, in_tensor: int, target:
     """Copies the peer's data (see ``window``) to an address of this process. False: its memory could not be read."""
     address = window(ctx, peer, epoch, in_slot, in_tensor)
     if address != 0:
-        memcpy(target, address, num_bytes)
+        copy_out(ctx, target, address, num_bytes)
         return True
     remote = private(load_i64(c.get(ctx, c.SOURCES) + 8 * peer)) + in_tensor
     if read_process(load_i64(c.get(ctx, c.PIDS) + 8 * peer), remote, target, num_bytes):
@@ -82,26 +104,14 @@ def fetch(ctx: int, peer: int, epoch: int, in_slot: int, in_tensor: int, target:
 
 @njit(cache=True, nogil=True)
 def own_slot(ctx: int, epoch: int) -> int:
-    """Address of this rank's staging slot for the barrier of ``epoch``."""
-    return c.peer_address(ctx, c.get(ctx, c.RANK), c.slot_offset(ctx, epoch))
+    """Address of what this rank has for all at the barrier of ``epoch``."""
+    return c.slot(ctx, epoch, c.get(ctx, c.RANK))
 
 
 @njit(cache=True, nogil=True)
-def gather_addresses(ctx: int, epoch: int, in_slot: int, in_tensor: int, num_bytes: int) -> bool:
-    """Fills ADDRESSES with where this process finds ``num_bytes`` of each rank's data (its own slot apart).
-
-    Private data are fetched into this rank's slot of the epoch: with private tensors nothing is staged, and after the
-    opening barrier nobody reads a slot any more.
-    """
-    scratch = own_slot(ctx, epoch)
-    for peer in range(c.get(ctx, c.WORLD_SIZE)):
-        address = window(ctx, peer, epoch, in_slot, in_tensor)
-        if address == 0 and peer != c.get(ctx, c.RANK):
-            address = scratch + peer * num_bytes
-            if not fetch(ctx, peer, epoch, in_slot, in_tensor, address, num_bytes):
-                return False
-        store_i64(c.get(ctx, c.ADDRESSES) + 8 * peer, address)
-    return True
+def own_lane(ctx: int, epoch: int, peer: int) -> int:
+    """Address of what this rank has for the peer at the barrier of ``epoch``."""
+    return c.lane(ctx, epoch, c.get(ctx, c.RANK), peer)
 
 
 @njit(cache=True, nogil=True)

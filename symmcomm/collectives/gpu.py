@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 
 from symmcomm.collectives.all_to_all import check_apart, even_part, row_bytes
-from symmcomm.collectives.arguments import check_list, check_pair, check_rank
+from symmcomm.collectives.arguments import check_list, check_pair, check_place, check_rank
 from symmcomm.collectives.call import Kind, parse_reduction
 from symmcomm.collectives.gpu_memory import GpuMemory
 from symmcomm.collectives.gpu_ring import by_ring
@@ -144,6 +144,7 @@ class GpuCollectives(GpuMemory):
         """Leaves part ``rank`` of the reduction of all inputs in ``output``, which may be that part of ``input``.
         A large symmetric input is read in place; other data go through staging memory, pipelined."""
         check_pair(output, input, 1, self.world_size, self.device)
+        check_place(self, input.data_ptr(), output.data_ptr(), output.nbytes, "input", "output")
         if ring_mode is None and input.nbytes >= self.ring_from[1]:
             ring_mode = self.ring_from[0]
         if (ring_mode is not None or num_blocks) and by_ring(
@@ -163,16 +164,10 @@ class GpuCollectives(GpuMemory):
             count * dtype.itemsize, dtype, self.world_size, self.num_sms, symmetric, self.thresholds
         )
         kernel = instances.reduce_scatter(shape, dtype, op, self.world_size, self.arch_number, self.early)
-        function, run, grid, num_bytes = self.compiled(kernel), self.run, shape.grid, count * dtype.itemsize
-        if shape.algorithm is not Algorithm.pull:
-            return lambda output, input, _: run(function, input.data_ptr(), output.data_ptr(), count, grid)
-
-        def pull(output: torch.Tensor, input: torch.Tensor, offset: int) -> None:
-            if output.data_ptr() != input.data_ptr() + self.rank * num_bytes:
-                check_apart(output, input, "output may only be this rank's part")
-            run(function, 0, offset, output.data_ptr(), count, grid)
-
-        return pull
+        function, run, grid = self.compiled(kernel), self.run, shape.grid
+        if shape.algorithm is Algorithm.pull:
+            return lambda output, _, offset: run(function, 0, offset, output.data_ptr(), count, grid)
+        return lambda output, input, _: run(function, input.data_ptr(), output.data_ptr(), count, grid)
 
     # Calls that move data, of any dtype.
 
@@ -188,6 +183,7 @@ class GpuCollectives(GpuMemory):
         """Gathers all ranks' inputs, in rank order, on every rank. ``input`` may be part ``rank`` of ``output``.
         ``max_ctas``: the most CTAs that the kernel takes."""
         check_pair(output, input, self.world_size, 1, self.device)
+        check_place(self, output.data_ptr(), input.data_ptr(), input.nbytes, "output", "input")
         if self.world_size == 1:
             return self._keep(output, input)
         num_sms = min(self.num_sms, max_ctas or self.num_sms)

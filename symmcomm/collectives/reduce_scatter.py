@@ -37,10 +37,10 @@ def reduce_scatter_tensor(
             A ring's sum has another order than the rank order of the direct one; each is the same on every run.
         num_blocks: into how many blocks a ring cuts each part, at least; 0 chooses.
     """
-    if (call := prepare_pair(self, Kind.reduce_scatter_tensor, output, input, 1, self.world_size)) is None:
+    if prepare_pair(self, Kind.reduce_scatter_tensor, output, input, 1, self.world_size) is None:
         return self.gpu_side.reduce_scatter_tensor(output, input, op, ring_mode=ring_mode, num_blocks=num_blocks)
     source, target, num = input.data_ptr(), output.data_ptr(), output.numel()
-    check_place(self, source, target, num * call[1], "input", "output")
+    check_place(self, source, target, output.nbytes, "input", "output")
     if ring_mode is None and input.nbytes >= self.ring_from[1]:
         ring_mode = self.ring_from[0]
     if (ring_mode is not None or num_blocks) and (

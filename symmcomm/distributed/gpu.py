@@ -79,7 +79,8 @@ class GpuWork(dist.Work):
         return self._future
 
     def __del__(self) -> None:
-        self._gpu.streams.give_back(self._end)
+        if (end := self.__dict__.get("_end")) is not None:  # else recording it has failed
+            self._gpu.streams.give_back(end)
 
 
 class GpuCalls:

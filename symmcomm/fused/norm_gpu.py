@@ -85,15 +85,22 @@ def _direct(
     return compiled(kernel, arch), shape.grid
 
 
-def _options(task: Task, index: int) -> tuple[bool, ...]:
-    """aligned, bias, quantize, pdl. An offset is aligned as its address is: heaps start at whole pages."""
+def _options(task: Task, index: int, early: bool) -> tuple[bool, ...]:
+    """aligned, bias, quantize, pdl (if asked for, and the kernel may start ``early``). An offset is aligned as its
+    address is: heaps start at whole pages."""
     itemsize = task.dtype.itemsize
     scale = itemsize if task.scaled else 1  # a vector becomes so much shorter in float8
     aligned = are_aligned(
         task.hidden, _dtype(task.dtype), task.input, task.input_pitch, task.residual, task.residual_pitch,
         task.new_residual, task.new_residual_pitch, task.out * scale, task.out_pitch * scale, task.weight, task.bias,
     )  # fmt: skip
-    return aligned, task.bias != 0, task.scaled, task.pdl and _device_of(index)[1] >= _PDL_FROM
+    return aligned, task.bias != 0, task.scaled, task.pdl and early and _device_of(index)[1] >= _PDL_FROM
+
+
+def _may_start_early(gpu: GpuCollectives, form: Form | None) -> bool:
+    """Whether a kernel with peers may take its place while the last one runs: one that is small, and has a GPU for each
+    rank. Else a CTA that waits could take the place that a peer's kernel needs."""
+    return gpu.early and form is Form.ll
 
 
 def _arguments(task: Task) -> NormArguments:
@@ -113,7 +120,7 @@ def norm_rows(call: Call, max_ctas: int | None = None) -> None:
     has_residual, zeros = task.residual != 0, None
     if task.new_residual and not has_residual:
         zeros = _without_residual(call)
-    key = (task.rows, task.hidden, _dtype(task.dtype), index, task.residual != 0, _options(task, index))
+    key = (task.rows, task.hidden, _dtype(task.dtype), index, task.residual != 0, _options(task, index, True))
     function, grid = _rows_alone(*key)
     with torch.cuda.device(index):
         function(_arguments(task), min(grid, max_ctas or grid), torch.cuda.current_stream().cuda_stream)
@@ -141,7 +148,7 @@ def all_reduce(gpu: GpuCollectives, call: Call) -> None:
     if shape is None:
         return _norm_then_gather(gpu, call, gpu.num_sms, True, True)
     zeros = _without_residual(call) if task.residual == 0 else None
-    options = _options(task, gpu.ordinal)
+    options = _options(task, gpu.ordinal, _may_start_early(gpu, shape.form))
     if shape.form is Form.direct:
         task.input, task.new_residual, task.out = places[:3]
         task.scales = places[3] if task.scaled else 0
@@ -165,7 +172,8 @@ def reduce_scatter(gpu: GpuCollectives, call: Call, max_ctas: int) -> None:
     if shape is None:
         return _reduce_scatter_then_norm(gpu, call, max_ctas)
     zeros = _without_residual(call) if task.residual == 0 else None
-    function, grid = _exchange(shape, *facts[2:4], gpu.ordinal, True, _options(task, gpu.ordinal))
+    options = _options(task, gpu.ordinal, _may_start_early(gpu, shape.form))
+    function, grid = _exchange(shape, *facts[2:4], gpu.ordinal, True, options)
     gpu.run(function, _arguments(task), grid)
     del zeros
 
@@ -203,7 +211,7 @@ def gather(gpu: GpuCollectives, call: Call, max_ctas: int, reduces: bool) -> Non
     places = [_offset(gpu, call, tensor) for tensor in (call.out, call.scales) if tensor is not None]
     if min(source, *places) >= 0:
         zeros = _without_residual(call) if task.residual == 0 and task.new_residual else None
-        options = _options(task, gpu.ordinal)
+        options = _options(task, gpu.ordinal, _may_start_early(gpu, Form.direct))
         facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, gpu.num_sms, max_ctas, gpu.ordinal)
         function, grid = _direct(*facts, (reduces, task.residual != 0, False), options)
         task.input, task.out = source, places[0]

@@ -21,7 +21,7 @@ HEAP, EPS = 1 << 20, 1e-5
 class FakeGpu:
     """A GPU side that notes launches. Tensors whose address is noted are symmetric."""
 
-    arch_number, num_sms, ordinal = 90, 132, 0
+    arch_number, num_sms, ordinal, early = 90, 132, 0, True
 
     def __init__(self, world_size: int, rank: int) -> None:
         self.world_size, self.rank = world_size, rank
@@ -196,13 +196,13 @@ def test_alignment_and_float8() -> None:
     for source, aligned in ((x[:, :64], True), (x[:, 1:65], False), (x[:, 8:72], True)):
         made = Call(source, x.new_ones(64), None, EPS, 0.0, True)
         made.add_out(None, made.shape, None)
-        assert norm_gpu._options(made.task, 0) == (aligned, False, False, True)
+        assert norm_gpu._options(made.task, 0, True) == (aligned, False, False, True)
     buffer = torch.zeros(600, dtype=torch.float8_e4m3fn)
     made = Call(x[:, :64], x.new_ones(64), None, EPS, 0.0)
     at = -buffer.data_ptr() % 16
     for shift, aligned in ((8, True), (4, False)):  # 16 bytes of bfloat16 become 8
         made.add_out(buffer[at + shift :][:256].view(4, 64), made.shape, torch.zeros(4))
-        assert norm_gpu._options(made.task, 0) == (aligned, False, True, False)
+        assert norm_gpu._options(made.task, 0, True) == (aligned, False, True, False)
 
 
 def test_heads(monkeypatch: pytest.MonkeyPatch) -> None:

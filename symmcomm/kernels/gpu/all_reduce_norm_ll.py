@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu import unflagged
+from symmcomm.kernels.gpu.cells import remind
 from symmcomm.kernels.gpu.context import Context, after_previous_kernel, begin, block, end, thread
 from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Rows, placeholders
 from symmcomm.kernels.gpu.primitives import pick
@@ -76,6 +77,8 @@ class AllReduceNormLL:
         old = tensors.residual + Int64(row) * tensors.residual_pitch
         residual = [rows.access.load(old, i, exists) for i in rows.indices]
         in_order, epoch = begin(ctx, block())
+        if in_order:
+            remind(ctx, epoch)
         epoch += 1
         live = [in_order & rows.access.inside(i) for i in rows.indices]
         outgoing = [[unflagged.inverted(vector, self.dtype) for vector in vectors] for vectors in own]

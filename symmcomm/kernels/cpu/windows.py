@@ -72,8 +72,8 @@ def window(ctx: int, peer: int, epoch: int, in_slot: int, in_tensor: int) -> int
 
 @njit(cache=True, nogil=True)
 def choose_copy(ctx: int, output_bytes: int) -> bool:
-    """Decides whether ``copy_out`` passes the caches by. Returns whether the output is so large that staging it for that
-    beats a single copy by the kernel, which goes through the caches."""
+    """Decides whether ``copy_out`` passes the caches by. Returns whether the output is so large that staging it for
+    that beats a single copy by the kernel, which goes through the caches."""
     c.put(ctx, c.STREAMS, output_bytes >= c.get(ctx, c.STREAM_BYTES))
     return output_bytes >= 2 * c.get(ctx, c.STREAM_BYTES)
 

@@ -15,7 +15,7 @@ class Tuning:
     Attributes:
         one_shot_bytes: the largest all-reduce of ordinary tensors done one-shot.
         in_place_bytes: the least all-reduce that reads symmetric tensors in place instead of copying them first.
-        single_copy_bytes: the least part that collectives other than all-reduce read out of an ordinary tensor itself.
+        single_copy_bytes: the least part that collectives that only move data read out of an ordinary tensor itself.
         pipelined_bytes: the least broadcast that is staged again, as sender and takers then work at the same time.
         stream_bytes: the least output of a collective that only moves data that is written past the caches.
         chunk_bytes: what one step of a pipeline moves.

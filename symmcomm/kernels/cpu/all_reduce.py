@@ -14,8 +14,8 @@ k into its lanes e to those who reduce them, and reduces its slice of chunk k - 
 its owner writes chunk k - 1 only after barrier e, when all have read it. Of sizes that ordinary tensors would do one-
 shot the chunks are then in slots, whole.
 
-(Reading ordinary tensors out of their processes, as other collectives do, was measured and is slower here: both
-directions at once pay for the pages that the kernel looks up.)
+(Reading ordinary tensors out of their processes, as collectives that only move data do, was measured and is slower
+here: both directions at once pay for the pages that the kernel looks up.)
 
 The order of the sum is that of the ranks in all of them, and one rank computes each element (or all compute it alike),
 so the bits are the same on every rank and for every path. Which path is taken follows from the size and from what all

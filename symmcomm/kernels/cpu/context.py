@@ -24,7 +24,7 @@ DELAY_NS = 31  # fault injection: how long this rank sleeps before each of its s
 MISMATCH_PEER, MISMATCH_PLACE = 32, 33  # who disagrees, and what tells: see IN_OPENING and the following
 SPLITS, INCOMING, OUTGOING, EXPECTED = 34, 35, 36, 37  # an all-to-all's table, and its scratch
 HEAP_BYTES = 38  # of this rank's part of the address space
-# Least sizes read out of tensors themselves: symmetric ones by an all-reduce, ordinary ones by other collectives.
+# Least sizes read out of tensors themselves: symmetric ones by an all-reduce, ordinary ones where data only move.
 IN_PLACE_BYTES, SINGLE_COPY_BYTES = 39, 40
 PIPELINED_BYTES = 42  # from here on a call with one sender is staged again
 PIDS = 43  # process ids, one a peer

@@ -64,6 +64,12 @@ def _parse_polls(text: str) -> int:
     return polls
 
 
+def ask_for_hardware_queues() -> None:
+    """Has CUDA, if it has not started yet, give each of 32 streams a hardware queue, unless the user has said how many:
+    of two streams that share one, the second waits for the first, and ranks on one GPU wait for each other."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 def _parse_gpu_memory(text: str) -> str:
     choices = ("auto", "cuda_vmm", "fabric", "cuda_ipc")
     if text not in choices:

@@ -7,13 +7,13 @@ must have been loaded (``load``): CUDA loads a kernel when it is first launched,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from symmcomm.env import ask_for_hardware_queues
 from symmcomm.schedule import layout_gpu as at
 from symmcomm.schedule.layout_gpu import Layout, Record
 
@@ -33,7 +33,7 @@ class LocalWorld:
     def __init__(self, world_size: int, data_bytes: int, timeout_s: float = 10.0) -> None:
         from symmcomm.kernels.gpu.compile import architecture
 
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # two streams of one queue would wait for each other
+        ask_for_hardware_queues()
         self.world_size = world_size
         self.layout = Layout.create(world_size)
         self.data = self.layout.data

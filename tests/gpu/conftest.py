@@ -1,5 +1,5 @@
 """Before CUDA starts: local worlds of many ranks need a hardware queue for each stream (``testing.local_world``)."""
 
-import os
+from symmcomm.env import ask_for_hardware_queues
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+ask_for_hardware_queues()

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 import pytest
+from ring_events import ring_events
 
 from symmcomm.schedule.layout_gpu import AHEAD, DEPTH
 from symmcomm.schedule.machines import nvlink
-from symmcomm.schedule.plan import KEEP, Plan, Step
+from symmcomm.schedule.plan import Plan
 from symmcomm.schedule.ring import ring_1d
-from symmcomm.schedule.ring_gpu import may_defer, num_early
 
 Steps = Iterator[None]
 Kernel = Callable[["World", int, int, int, int], Steps]
@@ -121,39 +121,17 @@ def plan_of(size: int, pull: bool) -> Plan:
 def ring(pull: bool, world: World, rank: int, channel: int, num: int, call: int) -> Steps:
     """A CTA of ``ring``."""
     plan = plan_of(world.size, pull)
-    steps, first, most = plan.steps[rank], num_early(plan, rank), plan.num_signals
-    epoch = world.epochs.get((rank, channel), 0)
-
-    def announce(step: Step, iteration: int) -> None:
-        if step.target != KEEP:
-            world.signal(step.target, channel, rank, epoch + iteration * most + step.signal + 1)
-
-    for iteration in range(num + 1):
-        late = may_defer(plan, rank) and iteration > 0
-        for number, step in enumerate(steps):
-            chunk = iteration if number < first else iteration - 1
-            if not 0 <= chunk < num:
-                continue
-            for source in step.sources:
-                theirs = plan.steps[source.sender]
-                at = [(s.target, s.signal) for s in theirs].index((rank, source.signal))
-                early = at < num_early(plan, source.sender)
-                heard = epoch + (chunk + 1 - early) * most + source.signal + 1
-                yield from world.hear(rank, channel, source.sender, heard)
-                owner = source.sender if pull else rank
-                world.read(owner, channel, epoch + chunk, ("ring", source.slot), (call, source.sender, rank, chunk))
-                yield
-            if step.target != KEEP:
-                owner = rank if pull else step.target
-                world.put(owner, channel, epoch + chunk, ("ring", step.slot), (call, rank, step.target, chunk))
-                yield
-            if late and number == first and iteration < num:
-                for one in steps[:first]:
-                    announce(one, iteration)
-                    yield
-            if not (late and number < first):
-                announce(step, iteration)
-                yield
+    epoch, most = world.epochs.get((rank, channel), 0), plan.num_signals
+    for kind, peer, signal, slot, chunk in ring_events(plan, rank, num):
+        if kind == "take":
+            yield from world.hear(rank, channel, peer, epoch + signal)
+            world.read(peer if pull else rank, channel, epoch + chunk, ("ring", slot), (call, peer, rank, chunk))
+        elif kind == "put":
+            owner = rank if pull else peer
+            world.put(owner, channel, epoch + chunk, ("ring", slot), (call, rank, peer, chunk))
+        else:
+            world.signal(peer, channel, rank, epoch + signal)
+        yield
     used = (num + 1) * most - num
     last = epoch + num + -(-used // DEPTH) * DEPTH
     for peer in world.peers(rank):

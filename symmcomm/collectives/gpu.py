@@ -90,11 +90,17 @@ class GpuCollectives(GpuMemory):
             return lambda tensor: self.check()
         num_bytes = count * dtype.itemsize
         ordinary, symmetric = (self.choose_all_reduce(num_bytes, dtype, each) for each in (False, True))
-        outside = self._direct(ordinary, dtype, op, count)
         if symmetric == ordinary:
-            return outside
-        inside = self._direct(symmetric, dtype, op, count)
-        return lambda tensor: (outside if self.symmetric_offset(tensor) < 0 else inside)(tensor)
+            return self._direct(ordinary, dtype, op, count)
+        forms: dict[bool, Call] = {}  # a kernel takes half a second to compile: each when it is needed
+
+        def call(tensor: torch.Tensor) -> None:
+            inside = self.symmetric_offset(tensor) >= 0
+            if inside not in forms:
+                forms[inside] = self._direct(symmetric if inside else ordinary, dtype, op, count)
+            forms[inside](tensor)
+
+        return call
 
     def choose_all_reduce(self, num_bytes: int, dtype: DType, symmetric: bool) -> select_gpu.Launch:
         """The shape of an all-reduce on this world."""

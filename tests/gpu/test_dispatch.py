@@ -101,6 +101,14 @@ def test_all_reduce(gpu: Dry) -> None:
     assert gpu.kernels() in (["AllReduceStaged"], ["AllReduceLLTwoShot"])
 
 
+def test_a_kernel_is_compiled_when_it_is_needed() -> None:
+    gpu = Dry()
+    tensor = gpu.symmetric(4 * MI).view(torch.float32)
+    for one, kernels in ((tensor, 1), (tensor, 1), (torch.ones(len(tensor)), 2)):
+        gpu.all_reduce(one)
+        assert len(gpu._names) == kernels
+
+
 def test_reduce(gpu: Dry) -> None:
     for dst in (0, 1):
         gpu.reduce(torch.ones(100), dst)

@@ -18,14 +18,7 @@ from numba import cfunc, types
 from symmcomm.kernels.compile import compile_once
 from symmcomm.kernels.cpu.bfloat16_block import BFLOAT16_BLOCK, reduce_bfloat16_block
 from symmcomm.kernels.cpu.context import TILE_ELEMENTS
-from symmcomm.kernels.cpu.elements import (
-    combine,
-    finish,
-    load,
-    load_accumulator,
-    store,
-    store_accumulator,
-)
+from symmcomm.kernels.cpu.elements import combine, finish, load, load_accumulator, store, store_accumulator
 from symmcomm.kernels.cpu.primitives import load_i64
 from symmcomm.schedule.dtypes import DType, Op
 

@@ -2,8 +2,8 @@
 
 Staged: one barrier a step. Before barrier e a rank copies chunk k of every other rank's part into its lane e to it;
 after e it fills the lanes e + 1, arrives at e + 1, and then reduces its own part's chunk k out of the peers' lanes e
-(rule of reuse, see ``barrier``). Symmetric inputs: barrier, reduce out of the peers' tensors,
-barrier, so that nobody changes an input that is still read.
+(rule of reuse, see ``barrier``). Symmetric inputs: barrier, reduce out of the peers' tensors, barrier, so that nobody
+changes an input that is still read.
 """
 
 from __future__ import annotations

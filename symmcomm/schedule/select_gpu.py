@@ -15,6 +15,8 @@ _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
     (128, 1, 64), (256, 1, 80), (512, 1, 128), (384, 2, 128), (1024, 1, 128), (512, 3, 128), (1024, 1, NUM_CHANNELS),
     (1024, 2, NUM_CHANNELS), (512, 4, NUM_CHANNELS),
 )  # fmt: skip
+_WORDS_SHAPES = ((256, 1, 128), (512, 1, 128), (1024, 1, NUM_CHANNELS), (1024, 2, NUM_CHANNELS))  # vectors
+_WORDS_FROM = 192 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
 _STAGED_CHUNKS = ((1 << 20, 8 << 10), (8 << 20, 16 << 10))  # parts below, bytes of a chunk
 _LARGEST_CHUNK = 32 << 10
 _STAGED_THREADS = 256  # a crew
@@ -51,6 +53,7 @@ class Algorithm(Enum):
     """How the data goes."""
 
     ll = "LL"
+    words = "LL, without flags"
     ll_two_shot = "LL two-shot"
     one_shot = "one-shot"
     two_shot = "two-shot"
@@ -97,10 +100,28 @@ def ll_shape(
     return None
 
 
+def words_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) -> Launch | None:
+    """LL without flags, for parts of that size: one wave; None where it does not fit, or what is no float."""
+    room = Layout.create(world_size).words_slot_bytes // 16
+    num_vectors = max(1, -(-part_bytes // 16))
+    for threads, unroll, most in _WORDS_SHAPES if dtype.is_floating_point and dtype.itemsize <= 4 else ():
+        grid = -(-num_vectors // (threads * unroll))
+        if grid <= min(most, num_sms) and threads * unroll <= room:
+            return Launch(algorithm=Algorithm.words, grid=grid, threads=threads, unroll=unroll)
+    return None
+
+
+def small_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) -> Launch | None:
+    """LL for parts of elements that are reduced, with flags or without."""
+    shape = words_shape(part_bytes, world_size, num_sms, dtype) if part_bytes >= _WORDS_FROM else None
+    return shape or ll_shape(part_bytes, world_size, num_sms, itemsize=dtype.itemsize)
+
+
 def may_start_early(shape: Launch) -> bool:
     """Whether a kernel may take its place while the last one still runs (``kernels.gpu.context``): if it is so small
     that the kernels of two communicators, and those that wait behind them, fit on an SM together."""
-    return shape.algorithm in (Algorithm.ll, Algorithm.ll_two_shot) and shape.threads <= 512 and shape.unroll == 1
+    is_small = shape.algorithm in (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot)
+    return is_small and shape.threads <= 512 and shape.unroll == 1
 
 
 def two_shot_shape(num_bytes: int, dtype: DType, world_size: int, num_sms: int) -> Launch:
@@ -166,7 +187,7 @@ def choose(
     sent, part = num_bytes * (world_size - 1), slice_bytes(num_bytes, world_size)
     shape: Launch | None = None
     if sent * world_size <= 2 * at.all_reduce_ll_bytes:
-        shape = ll_shape(num_bytes, world_size, num_sms, itemsize=dtype.itemsize)
+        shape = small_shape(num_bytes, world_size, num_sms, dtype)
     if shape is None and sent <= at.one_shot_bytes:
         shape = staged_shape(num_bytes, world_size, num_sms, dtype, Algorithm.one_shot)
     if shape is None and not symmetric:
@@ -185,7 +206,7 @@ def choose_reduce_scatter(
     an input."""
     shape: Launch | None = None
     if _is_small(part_bytes, world_size, at):
-        shape = ll_shape(part_bytes, world_size, num_sms, itemsize=dtype.itemsize)
+        shape = small_shape(part_bytes, world_size, num_sms, dtype)
     if shape is not None:
         return shape
     if source_symmetric and part_bytes >= at.pull_bytes:

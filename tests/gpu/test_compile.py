@@ -110,6 +110,15 @@ def test_reduce_scatter(algorithm: Algorithm, dtype: DType, arch: str, tmp_path:
 
 
 @PER_ARCHITECTURE
+@pytest.mark.parametrize("dtype", [d for d in DType if d.is_floating_point and d.itemsize <= 4], ids=lambda d: d.name)
+def test_words(dtype: DType, arch: str, tmp_path: Path) -> None:
+    for build, world_size in ((instances.all_reduce, 2), (instances.reduce_scatter, 2), (instances.reduce_scatter, 3)):
+        ptx = ptx_of(build(launch(Algorithm.words), dtype, Op.sum, world_size, ARCHITECTURES[arch]), arch, tmp_path)
+        for access in ("st.relaxed.sys.global.v4.b32", "ld.relaxed.sys.global.v4.b32", "ld.global.v4.b32"):
+            assert access in ptx
+
+
+@PER_ARCHITECTURE
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.push, Algorithm.pull, Algorithm.staged])
 def test_all_gather(algorithm: Algorithm, world_size: int, arch: str, tmp_path: Path) -> None:

@@ -206,6 +206,8 @@ def sum_shape(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int)
     shape: Launch | None = None
     if algorithm is Algorithm.ll:
         shape = select_gpu.ll_shape(part, size, world.num_sms, itemsize=dtype.itemsize)
+    if algorithm is Algorithm.words:
+        shape = select_gpu.words_shape(part, size, world.num_sms, dtype)
     return shape or select_gpu.staged_shape(part, size, world.num_sms, dtype)
 
 
@@ -245,7 +247,7 @@ def scatter_sum(
 
 
 SUM_ALGORITHMS = pytest.mark.parametrize(
-    "algorithm", [Algorithm.ll, Algorithm.pull, Algorithm.staged], ids=lambda a: a.name
+    "algorithm", [Algorithm.ll, Algorithm.words, Algorithm.pull, Algorithm.staged], ids=lambda a: a.name
 )
 PAIRS = [(dtype, Op.sum) for dtype in DType] + [(DType.bfloat16, Op.avg)]
 SOME_WORLDS = [(DType.bfloat16, size) for size in WORLDS] + [(DType.float8_e4m3fn, 5), (DType.float64, 8)]

@@ -71,7 +71,7 @@ class Buffers:
 
 
 CHUNKED = (Algorithm.one_shot, Algorithm.push, Algorithm.staged)
-ALL_REDUCE = (Algorithm.ll, Algorithm.ll_two_shot, Algorithm.two_shot, *CHUNKED)
+ALL_REDUCE = (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot, Algorithm.two_shot, *CHUNKED)
 NEED_SYMMETRIC = (Algorithm.two_shot, Algorithm.push)
 
 
@@ -84,13 +84,15 @@ def kernel(world: LocalWorld, shape: Launch, dtype: DType, op: Op):  # type: ign
 
 
 def shape_of(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int) -> Launch:
-    """Two-shot where LL has no room: a rank of eight on one device has few SMs."""
+    """Two-shot where LL has no room: a rank of eight on one device has few SMs; and where words are no floats."""
     num_bytes, size, num_sms = count * dtype.itemsize, world.world_size, world.num_sms
     part = select_gpu.slice_bytes(num_bytes, size)
     shape: Launch | None = None
     match algorithm:
         case Algorithm.ll:
             shape = select_gpu.ll_shape(num_bytes, size, num_sms, itemsize=dtype.itemsize)
+        case Algorithm.words:
+            shape = select_gpu.words_shape(num_bytes, size, num_sms, dtype)
         case Algorithm.ll_two_shot:
             shape = select_gpu.ll_shape(part, size, num_sms, algorithm, dtype.itemsize)
         case Algorithm.push | Algorithm.staged | Algorithm.one_shot:
@@ -214,7 +216,7 @@ def test_every_shape_that_is_chosen(world_size: int) -> None:
         check(shape.algorithm, DType.bfloat16, Op.sum, world_size, count)
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.ll_two_shot], ids=lambda a: a.name)
+@pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot], ids=lambda a: a.name)
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.name)
 def test_every_type(algorithm: Algorithm, dtype: DType) -> None:
     for count in (1, 7, 1000, 4099):
@@ -244,6 +246,22 @@ def test_special_values(dtype: DType, op: Op) -> None:
     first, second = (buffers.tensor(rank).cpu() for rank in range(2))
     assert torch.equal(bits(first), bits(second))
     assert_same(zero(first), zero(expected), f"{algorithm.name} {dtype.name} {op.name}")
+
+
+@pytest.mark.parametrize("dtype", [d for d in DType if d.is_floating_point and d.itemsize <= 4], ids=lambda d: d.name)
+def test_words_of_ones(dtype: DType) -> None:
+    """Which would be zero inverted, and taken for nothing: NaN, in every place of a vector."""
+    world, size, count = world_of(2), dtype.itemsize, 64 // dtype.itemsize
+    buffers, shape = Buffers(world, dtype, count, False), select_gpu.words_shape(64, 2, world.num_sms, dtype)
+    assert shape is not None
+    for place in range(16):
+        parts = inputs(dtype, Op.sum, 2, count, seed=place)
+        parts[place % 2].view(torch.uint8)[4 * place : 4 * place + 4] = 0xFF
+        buffers.fill(parts)
+        world.launch(kernel(world, shape, dtype, Op.sum), arguments(buffers, shape))
+        for rank in range(2):
+            assert world.record(rank) is None
+            assert_same(buffers.tensor(rank).cpu(), reduced(parts, dtype, Op.sum), f"word {place} of {size} bytes each")
 
 
 @ALGORITHMS
@@ -289,7 +307,7 @@ def test_a_missing_peer_is_named(algorithm: Algorithm, world_size: int) -> None:
         record = world.record(rank)
         assert record is not None
         assert (record.rank, record.peer) == (rank, missing)
-        assert record.phase == (Phase.data if algorithm in (Algorithm.ll, Algorithm.ll_two_shot) else Phase.enter)
+        assert record.phase == (Phase.enter if algorithm in (Algorithm.two_shot, *CHUNKED) else Phase.data)
         assert record.channel < shape.grid
         assert record.seen == 0
     assert float(torch.ones(1000, device="cuda").sum()) == 1000  # the context lives

@@ -36,7 +36,11 @@ def assert_fits(shape: Launch, part_bytes: int, world_size: int, num_sms: int, i
     if shape.algorithm is Algorithm.ll:
         assert shape.threads * shape.unroll * 16 <= layout.ll_slot_bytes
         assert shape.grid * shape.threads * shape.unroll * 4 * ll_words(itemsize) >= part_bytes
+    if shape.algorithm is Algorithm.words:
+        assert shape.threads * shape.unroll * 16 <= layout.words_slot_bytes
+        assert shape.grid * shape.threads * shape.unroll * 16 >= part_bytes
     if shape.chunk_bytes:
+        assert 2 * shape.threads + 32 <= 1024
         assert shape.grid <= STAGED
         assert 0 < shape.chunk_bytes <= layout.staging_slot_bytes
         assert shape.chunk_bytes % 16 == 0
@@ -59,7 +63,7 @@ def test_what_is_chosen_fits(world_size: int, num_sms: int) -> None:
 
 
 def test_an_ordinary_tensor_needs_no_heap() -> None:
-    any_tensors = (Algorithm.ll, Algorithm.ll_two_shot, Algorithm.one_shot, Algorithm.staged)
+    any_tensors = (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot, Algorithm.one_shot, Algorithm.staged)
     for exponent in range(31):
         for world_size in WORLDS:
             assert choose_all_gather(1 << exponent, world_size, 132).algorithm in any_tensors
@@ -73,8 +77,17 @@ def test_copy_engines_are_chosen_by_who_has_them() -> None:
         assert choose_all_gather(1 << 28, 2, 132, copy_engine=has).algorithm is Algorithm.staged
 
 
+def test_floats_that_are_not_few_need_no_flags() -> None:
+    for dtype in (DType.bfloat16, DType.float8_e5m2, DType.int32, DType.float64):
+        is_small_float = dtype.is_floating_point and dtype is not DType.float64
+        expected = Algorithm.words if is_small_float else Algorithm.ll
+        assert choose(1 << 10, dtype, 2, 132).algorithm is Algorithm.ll
+        assert choose(1 << 20, dtype, 2, 132).algorithm is expected
+        assert choose_reduce_scatter(1 << 20, dtype, 2, 132).algorithm is expected
+
+
 def test_what_starts_early_is_small() -> None:
-    for num_bytes, early in ((1 << 10, True), (1 << 17, True), (1 << 19, True), (1 << 20, False), (1 << 25, False)):
+    for num_bytes, early in ((1 << 10, True), (1 << 17, True), (1 << 20, True), (1 << 21, False), (1 << 25, False)):
         assert may_start_early(choose(num_bytes, DType.bfloat16, 2, 132)) == early
 
 

@@ -24,8 +24,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
+from symmcomm.kernels.gpu.access import VECTOR_BYTES, load_or_zero
 from symmcomm.kernels.gpu.context import Context, after_previous_kernel, begin, block, end, thread
-from symmcomm.kernels.gpu.norm_row import VECTOR_BYTES, Math, NormArguments, Rows, load_or_zero, placeholders
+from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Rows, placeholders
 from symmcomm.kernels.gpu.primitives import agree, pick, store
 from symmcomm.kernels.gpu.registers import keep, kept_in, registers
 from symmcomm.kernels.gpu.staged import Crews, cta_threads

@@ -13,7 +13,12 @@ from symmcomm.kernels.gpu.all_reduce import AllReduceStaged, AllReduceTwoShot
 from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLLTwoShot
 from symmcomm.kernels.gpu.all_to_all import AllToAllStaged, AllToAllUneven
 from symmcomm.kernels.gpu.compile import Kernel
-from symmcomm.kernels.gpu.reduce_scatter import ReduceScatterLL, ReduceScatterPull, ReduceScatterStaged
+from symmcomm.kernels.gpu.reduce_scatter import (
+    ReduceScatterLL,
+    ReduceScatterPull,
+    ReduceScatterStaged,
+    ReduceScatterWords,
+)
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.select_gpu import Algorithm, Launch, may_start_early
 
@@ -24,6 +29,8 @@ def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, 
     match shape.algorithm:
         case Algorithm.ll:
             return ReduceScatterLL(**reduction, **_cells(shape, early), same=True)
+        case Algorithm.words:
+            return ReduceScatterWords(**reduction, **_words(shape, early), same=True)
         case Algorithm.ll_two_shot:
             return AllReduceLLTwoShot(**reduction, **_cells(shape, early))
         case Algorithm.two_shot:
@@ -39,6 +46,8 @@ def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: i
     match shape.algorithm:
         case Algorithm.ll:
             return ReduceScatterLL(**reduction, **_cells(shape, early))
+        case Algorithm.words:
+            return ReduceScatterWords(**reduction, **_words(shape, early))
         case Algorithm.pull:
             return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll)
     return ReduceScatterStaged(**reduction, **_chunks(shape))
@@ -66,6 +75,10 @@ def all_to_all_uneven(shape: Launch, world_size: int) -> Kernel:
 
 def _cells(shape: Launch, early: bool) -> dict[str, Any]:
     return {"threads": shape.threads, "cells": shape.unroll, "early": early and may_start_early(shape)}
+
+
+def _words(shape: Launch, early: bool) -> dict[str, Any]:
+    return {"threads": shape.threads, "vectors": shape.unroll, "early": early and may_start_early(shape)}
 
 
 def _chunks(shape: Launch) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 barrier, and nothing on the link but the data.
 
 What goes out is each 32-bit word inverted; a slot is zero wherever nothing has arrived. Only a word of ones would be
-zero inverted. In float32, and in a pair of 16-bit floats, that is NaN, and another NaN is sent in its place. So a
+zero inverted. In float32, and in several smaller floats, that is NaN, and another NaN is sent in its place. So a
 receiver polls until no word is zero, each of which is one access of the memory model; then it stores zeros there.
 
 When may a slot be filled again? Slots alternate with the parity of the channel's epoch, and rank r fills p's at epoch e
@@ -38,7 +38,7 @@ def slot(ctx: Context, peer: Any, epoch: Any, sender: Any) -> Any:
 
 def inverted(words: list[Any], dtype: DType) -> list[Any]:
     """Words as they go out."""
-    nan = Uint32(0x80000000 if dtype is DType.float32 else 0x80008000)
+    nan = Uint32({4: 0x80000000, 2: 0x80008000, 1: 0x80808080}[dtype.itemsize])
     flipped = [word ^ Uint32(_ONES) for word in words]
     return [pick(word == 0, nan, word) for word in flipped]
 

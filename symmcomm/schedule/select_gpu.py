@@ -17,9 +17,8 @@ _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
 )  # fmt: skip
 _WORDS_SHAPES = ((256, 1, 128), (512, 1, 128), (1024, 1, NUM_CHANNELS), (1024, 2, NUM_CHANNELS))  # vectors
 _WORDS_FROM = 192 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
-_STAGED_CHUNKS = ((1 << 20, 8 << 10), (8 << 20, 16 << 10))  # parts below, bytes of a chunk
-_LARGEST_CHUNK = 32 << 10
-_STAGED_THREADS = 256  # a crew
+_STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (8 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
+_LARGEST_STAGED = (32 << 10, 512)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ class Launch:
 
     Attributes:
         grid: CTAs.
-        threads: threads a CTA; staged: a crew (``kernels.gpu.staged``).
+        threads: threads a CTA.
         unroll: LL cells, or vectors in flight, a thread.
         chunk_bytes: of a part at a time, in staged kernels.
     """
@@ -144,13 +143,15 @@ def staged_shape(
 ) -> Launch:
     """A staged kernel, which reduces elements of ``dtype`` or moves bytes: small chunks until a CTA has several."""
     slot = Layout.create(world_size).staging_slot_bytes
-    chunk_bytes = min(slot, *(size for below, size in _STAGED_CHUNKS if part_bytes < below), _LARGEST_CHUNK)
+    shapes = [shape for below, *shape in _STAGED_SHAPES if part_bytes < below]
+    chunk_bytes, threads = shapes[0] if shapes else _LARGEST_STAGED
+    chunk_bytes = min(chunk_bytes, slot)
     most = 4 if dtype is None else _unroll(dtype, world_size)
     return Launch(
         algorithm=algorithm,
         grid=max(1, min(NUM_STAGED_CHANNELS, num_sms, -(-part_bytes // chunk_bytes))),
-        threads=_STAGED_THREADS,
-        unroll=max(1, min(most, chunk_bytes // (16 * _STAGED_THREADS))),
+        threads=threads,
+        unroll=max(1, min(most, chunk_bytes // (16 * threads))),
         chunk_bytes=chunk_bytes,
     )
 
@@ -159,8 +160,9 @@ def uneven_shape(world_size: int, num_sms: int) -> Launch:
     """The uneven all-to-all: nobody knows all its sizes, so there is one shape."""
     slot = Layout.create(world_size).staging_slot_bytes
     grid = min(NUM_STAGED_CHANNELS // 2, num_sms)
-    chunk_bytes = min(slot, _LARGEST_CHUNK)
-    return Launch(algorithm=Algorithm.staged, grid=grid, threads=_STAGED_THREADS, unroll=4, chunk_bytes=chunk_bytes)
+    chunk_bytes, threads = _LARGEST_STAGED
+    chunk_bytes = min(slot, chunk_bytes)
+    return Launch(algorithm=Algorithm.staged, grid=grid, threads=threads, unroll=4, chunk_bytes=chunk_bytes)
 
 
 def direct_shape(

@@ -25,10 +25,10 @@ _CLUSTERS_FROM = 90
 _LL_BYTES = 2 << 20  # of all rows, up to which LL was measured to pay between two ranks
 _TWO_SHOT_FROM = 4  # ranks, from which on two shots send less
 _ONE_SHOT_BYTES = 8 << 20  # sent by a rank, up to which that does not pay for two kernels more (modelled)
-_STAGED_TAKERS = 352  # a CTA: with senders and a messenger they leave a thread 128 registers
+_STAGED_THREADS = 512  # a CTA: each has registers for its vectors of three rows
 _MOST_STAGED = 8  # ranks whose vectors a thread's registers hold at once
-_MOST_VALUES = 96  # of a row, which registers hold
-_MOST_PIECES = 12  # of a row: each takes time to compile
+_MOST_PIECES = 8  # of a row, whose sums registers hold
+_MANY_CHUNKS = 8  # a CTA: about where lines through the times of both chunk sizes cross
 _DIRECT_GRID = 64
 
 
@@ -126,14 +126,13 @@ def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int
 
 def staged_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int) -> RowLaunch | None:
     """The staged kernel for that many rows on each rank; None where a row takes too many pieces, or there are too many
-    ranks for a thread's registers."""
+    ranks for a thread's registers. Large chunks once a CTA has several, small ones before."""
     vectors, slot = row_vectors(hidden, dtype), Layout.create(world_size).staging_slot_bytes // _VECTOR_BYTES
     most = max(1, min(NUM_STAGED_CHANNELS, num_sms))
-    unroll = 1 if world_size > 4 else 2 if world_size > 2 else 4
-    most_pieces = min(_MOST_PIECES, _MOST_VALUES // (unroll * _VECTOR_BYTES // dtype.itemsize))
-    for pieces in range(1, most_pieces + 1 if world_size <= _MOST_STAGED else 0):
+    unroll = 1 if world_size > 4 else 2 if world_size > 2 or rows * vectors < _MANY_CHUNKS * most * slot else 4
+    for pieces in range(1, _MOST_PIECES + 1 if world_size <= _MOST_STAGED else 0):
         threads = _team_threads(-(-vectors // (pieces * unroll)))
-        room = min(_STAGED_TAKERS // threads, slot // (threads * unroll))
+        room = min(_STAGED_THREADS // threads, slot // (threads * unroll))
         if room > 0:
             a_warp = max(1, 32 // threads)
             together = min(room, max(1, -(-rows // (most * a_warp))) * a_warp) if pieces == 1 else 1

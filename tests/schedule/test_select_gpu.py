@@ -40,7 +40,6 @@ def assert_fits(shape: Launch, part_bytes: int, world_size: int, num_sms: int, i
         assert shape.threads * shape.unroll * 16 <= layout.words_slot_bytes
         assert shape.grid * shape.threads * shape.unroll * 16 >= part_bytes
     if shape.chunk_bytes:
-        assert 2 * shape.threads + 32 <= 1024
         assert shape.grid <= STAGED
         assert 0 < shape.chunk_bytes <= layout.staging_slot_bytes
         assert shape.chunk_bytes % 16 == 0

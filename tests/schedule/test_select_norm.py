@@ -85,10 +85,10 @@ def test_who_has_no_kernel_of_its_own(dtype: DType) -> None:
 
 
 def test_chunks_of_the_staged_norm() -> None:
-    """As few threads a row as have four vectors each; short rows side by side, if there are enough."""
+    """A row at a time while CTAs have few of them, then as much as a slot holds; short rows side by side."""
     for rows, hidden, threads, unroll, together in (
-        (256, 8192, 256, 4, 1), (8192, 8192, 256, 4, 1), (4096, 2048, 64, 4, 5), (200, 2048, 64, 4, 2),
-        (65536, 64, 2, 4, 176), (8192, 2880, 96, 4, 3), (200, 16, 1, 4, 32),
+        (256, 8192, 512, 2, 1), (1024, 8192, 512, 2, 1), (8192, 8192, 256, 4, 2), (4096, 2048, 128, 2, 4),
+        (65536, 2048, 64, 4, 8), (65536, 64, 4, 2, 128), (8192, 2880, 96, 4, 5), (200, 16, 1, 2, 32),
     ):  # fmt: skip
         shape = select.staged_shape(rows, hidden, DType.bfloat16, 2, 132)
         assert shape is not None

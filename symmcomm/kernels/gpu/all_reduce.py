@@ -12,7 +12,7 @@ distributes; the order of its sum is its own, but one rank fetches each element,
 reduces all: ``reduce_scatter.ReduceScatterStaged`` with parts that are all ``same``.
 
 **Staged** (any tensors): slices are pushed in chunks into the staging memory of the rank that reduces them (see
-``staged``), which keeps the result in its own tensor; then the slices go round through the same pipeline, in the same
+``staged``), which keeps the result in its own tensor; then the slices go round through a second pipeline, in the same
 chunks, so that a CTA needs no other.
 
 **Push** (the result symmetric, at the same offset on all ranks): the first half of that, but a rank stores its slice
@@ -37,8 +37,8 @@ from symmcomm.kernels.gpu.context import begin, block, end
 from symmcomm.kernels.gpu.copy import clip
 from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
 from symmcomm.kernels.gpu.reduce_scatter import ReduceIncoming
-from symmcomm.kernels.gpu.signatures import Reducing, ReducingTensors, Staging
-from symmcomm.kernels.gpu.staged import Crews, Job, num_chunks
+from symmcomm.kernels.gpu.signatures import Reducing, ReducingTensors
+from symmcomm.kernels.gpu.staged import num_chunks, proceed, start
 from symmcomm.kernels.gpu.sweep import first_unit, num_units
 from symmcomm.schedule.layout_gpu import Phase
 
@@ -109,43 +109,15 @@ class Slices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThereAndBack(Job):
-    """Two jobs, one after the other in one pipeline: ``num`` chunks go ``there`` and are reduced, then as many come
-    ``back``, each once it has been."""
-
-    threads: int
-    chunk_bytes: int
-    there: ReduceIncoming
-    back: Exchange
-    num: Any
-
-    @cute.jit
-    def push(self, chunk: Int32, number: Uint32, team: cutlass.Constexpr) -> None:
-        """See ``Job``."""
-        if chunk < self.num:
-            self.there.push(chunk, number, team)
-        else:
-            self.back.push(chunk - self.num, number, team)
-
-    @cute.jit
-    def take(self, chunk: Int32, number: Uint32, team: cutlass.Constexpr) -> None:
-        """See ``Job``."""
-        if chunk < self.num:
-            self.there.take(chunk, number, team)
-        else:
-            self.back.take(chunk - self.num, number, team)
-
-    def first_taken(self, chunk: Any) -> Any:
-        """What goes back has been reduced."""
-        return chunk - self.num + 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllReduceStaged(Staging, ReducingTensors):
+class AllReduceStaged(ReducingTensors):
     """The push and staged kernels. ``source`` and ``result``: ``count`` elements, which may be the same.
 
-    Attributes: ``symmetric`` whether the result is, in the heap at the same offset on all ranks (push)."""
+    Attributes: ``symmetric`` whether the result is, in the heap at the same offset on all ranks (push), ``vectors`` of
+    each source a thread has in flight, ``chunk_bytes`` of a slice at a time: a multiple of 16, at most the layout's
+    ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs."""
 
+    vectors: int
+    chunk_bytes: int
     symmetric: bool
 
     @cute.kernel
@@ -158,24 +130,24 @@ class AllReduceStaged(Staging, ReducingTensors):
         own, own_bytes = parts.outgoing(rank)
         target, _ = results.outgoing(rank)
         hops = range(self.world_size if self.symmetric else 1)
-        there = ReduceIncoming(
-            **self.of_job(ctx), parts=parts, own=own, own_bytes=own_bytes, reduction=self.reduction,
+        common: dict[str, Any] = {"ctx": ctx, "chunk_bytes": self.chunk_bytes, "threads": self.threads}
+        common["vectors"] = self.vectors
+        job = ReduceIncoming(
+            **common, parts=parts, own=own, own_bytes=own_bytes, reduction=self.reduction,
             targets=tuple(target + Int64(ctx.neighbour(hop) - rank) * stride for hop in hops),
         )  # fmt: skip
         in_order, epoch = begin(ctx, block())
         num = num_chunks(per_rank, self.chunk_bytes)
         if in_order and num > 0:
-            crews = Crews.muster(ctx, epoch, self.threads, self.threads)
-            if cutlass.const_expr(self.symmetric):
-                _, met = crews.run(num, there)
-                epoch += Uint32(num) + 1
-                if met:
-                    sync(ctx, block(), epoch, Phase.leave, True)
-            else:
-                back = Exchange(**self.of_job(ctx), parts=results)
-                both = ThereAndBack(
-                    threads=self.threads, chunk_bytes=self.chunk_bytes, there=there, back=back, num=num
-                )
-                crews.run(2 * num, both)
-                epoch += Uint32(2 * num)
-            end(ctx, block(), epoch)
+            start(ctx, epoch, num, job)
+            met = proceed(ctx, epoch, num, job, not self.symmetric)
+            epoch += Uint32(num)
+            if met:
+                if cutlass.const_expr(self.symmetric):
+                    sync(ctx, block(), epoch + 1, Phase.leave, False)
+                else:
+                    cute.arch.sync_threads()  # other threads have reduced what this one sends
+                    back = Exchange(**common, parts=results)
+                    start(ctx, epoch, num, back)
+                    proceed(ctx, epoch, num, back, True)
+            end(ctx, block(), epoch + (Uint32(1) if self.symmetric else Uint32(num)))

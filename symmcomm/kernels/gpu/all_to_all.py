@@ -16,7 +16,7 @@ are fine. The grid must not follow from sizes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -26,8 +26,8 @@ from cutlass import Int32, Int64, Uint32
 from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
 from symmcomm.kernels.gpu.copy import clip, copy_bytes
 from symmcomm.kernels.gpu.primitives import complain, load, pick, store
-from symmcomm.kernels.gpu.signatures import MovingParts, Staging
-from symmcomm.kernels.gpu.staged import Crews, Job, chunk_offset, num_chunks, run
+from symmcomm.kernels.gpu.signatures import MovingParts, Placed
+from symmcomm.kernels.gpu.staged import chunk_offset, hear, num_chunks, proceed, run, start
 from symmcomm.schedule.layout_gpu import AHEAD, Phase
 
 ROW_BYTES = 32
@@ -82,7 +82,7 @@ class TableOfParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange(Job):
+class Exchange:
     """The job of the pipeline: parts go out, and come in."""
 
     ctx: Context
@@ -118,56 +118,15 @@ class Exchange(Job):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnevenExchange(Exchange):
-    """With a ``TableOfParts``. ``largest``: what ``publish`` has returned."""
+class AllToAllStaged(MovingParts):
+    """Equal parts through staging memory; all-gather if the source pitch is 0, scatter or broadcast with a sender.
 
-    largest: Any
-    agrees: ClassVar[bool] = True
+    Attributes: ``vectors`` a thread has in flight, ``chunk_bytes`` of a part at a time: a multiple of 16, at most the
+    layout's ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs.
+    """
 
-    @cute.jit
-    def agree(self, epoch: Uint32) -> Any:
-        """The number of chunks on this channel. Thread p complains if peer p sees a part otherwise."""
-        ctx, largest = self.ctx, self.largest
-        for hop in cutlass.range(1, ctx.world_size, unroll=1):
-            split = ctx.split(ctx.rank, block(), epoch, ctx.neighbour(hop))
-            theirs = load(split + 16, Int64, semantics="relaxed")[0]
-            largest = pick(theirs > largest, theirs, largest)
-        peer = thread()
-        if peer < ctx.world_size:
-            row = self.parts.table + Int64(peer) * ROW_BYTES
-            sends, awaits = load(row, Int64)[0], load(row + 16, Int64)[0]
-            comes, taken = load(ctx.split(ctx.rank, block(), epoch, peer), Int64, num=2, semantics="relaxed")
-            if comes != awaits:
-                self._complain(peer, awaits, comes)
-            elif taken != sends:
-                self._complain(peer, sends, taken)
-        num = num_chunks(largest, self.chunk_bytes)
-        return pick(num > AHEAD, num, Int32(AHEAD))
-
-    def _complain(self, peer: Any, expected: Any, seen: Any) -> None:
-        ctx = self.ctx
-        complain(ctx.state, ctx.rank, peer, block(), Uint32(expected), Uint32(seen), Int32(Phase.splits))
-
-
-@cute.jit
-def publish(ctx: cutlass.Constexpr, epoch: Uint32, table: Int64) -> Any:
-    """Thread p tells peer p, before signal 0. Returns the largest part that this rank sends."""
-    largest = Int64(0)
-    for peer in cutlass.range(ctx.world_size, unroll=1):
-        num_bytes = load(table + Int64(peer) * ROW_BYTES, Int64)[0]
-        largest = pick(num_bytes > largest, num_bytes, largest)
-    peer = thread()
-    if peer < ctx.world_size:
-        row = table + Int64(peer) * ROW_BYTES
-        split = ctx.split(peer, block(), epoch, ctx.rank)
-        store(split, [load(row, Int64)[0], load(row + 16, Int64)[0]])
-        store(split + 16, [largest])
-    return largest
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllToAllStaged(Staging, MovingParts):
-    """Equal parts through staging memory; all-gather if the source pitch is 0, scatter or broadcast with a sender."""
+    vectors: int
+    chunk_bytes: int
 
     @cute.kernel
     def kernel(
@@ -179,12 +138,18 @@ class AllToAllStaged(Staging, MovingParts):
             rank=rank, source=source, source_pitch=source_pitch, target=target, target_pitch=target_pitch,
             num_bytes=num_bytes, sender=sender,
         )  # fmt: skip
-        run(ctx, num_bytes, Exchange(**self.of_job(ctx), parts=parts))
+        job = Exchange(
+            ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors
+        )
+        run(ctx, num_bytes, job)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllToAllUneven(Staging):
-    """Parts of any size through staging memory."""
+class AllToAllUneven(Placed):
+    """Parts of any size through staging memory. Attributes as in ``AllToAllStaged``."""
+
+    vectors: int
+    chunk_bytes: int
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -202,8 +167,53 @@ class AllToAllUneven(Staging):
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, target: Int64, table: Int64) -> None:
         ctx = self.enter(base, stride, rank)
         parts = TableOfParts(table=table, source=source, target=target)
+        job = Exchange(
+            ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors
+        )
         in_order, epoch = begin(ctx, block())
         if in_order:
-            job = UnevenExchange(**self.of_job(ctx), parts=parts, largest=publish(ctx, epoch, table))
-            num, _ = Crews.muster(ctx, epoch, self.threads, self.threads).run(Int32(AHEAD), job)
+            largest = self._publish(ctx, epoch, table)
+            num = Int32(AHEAD)
+            start(ctx, epoch, num, job)
+            if hear(ctx, epoch, Int32(0)):
+                num = self._agree(ctx, epoch, table, largest)
+                proceed(ctx, epoch, num, job, True)
             end(ctx, block(), epoch + Uint32(num))
+
+    @cute.jit
+    def _publish(self, ctx: cutlass.Constexpr, epoch: Uint32, table: Int64) -> Any:
+        """Thread p tells peer p. Returns the largest part that this rank sends."""
+        largest = Int64(0)
+        for peer in cutlass.range(self.world_size, unroll=1):
+            num_bytes = load(table + Int64(peer) * ROW_BYTES, Int64)[0]
+            largest = pick(num_bytes > largest, num_bytes, largest)
+        peer = thread()
+        if peer < self.world_size:
+            row = table + Int64(peer) * ROW_BYTES
+            split = ctx.split(peer, block(), epoch, ctx.rank)
+            store(split, [load(row, Int64)[0], load(row + 16, Int64)[0]])
+            store(split + 16, [largest])
+        return largest
+
+    @cute.jit
+    def _agree(self, ctx: cutlass.Constexpr, epoch: Uint32, table: Int64, largest: Int64) -> Any:
+        """The number of chunks on this channel, at least the AHEAD that all have sent. Thread p complains if peer p
+        sees a part otherwise."""
+        for hop in cutlass.range(1, self.world_size, unroll=1):
+            split = ctx.split(ctx.rank, block(), epoch, ctx.neighbour(hop))
+            theirs = load(split + 16, Int64, semantics="relaxed")[0]
+            largest = pick(theirs > largest, theirs, largest)
+        peer = thread()
+        if peer < self.world_size:
+            row = table + Int64(peer) * ROW_BYTES
+            sends, awaits = load(row, Int64)[0], load(row + 16, Int64)[0]
+            comes, taken = load(ctx.split(ctx.rank, block(), epoch, peer), Int64, num=2, semantics="relaxed")
+            if comes != awaits:
+                self._complain(ctx, peer, awaits, comes)
+            elif taken != sends:
+                self._complain(ctx, peer, sends, taken)
+        num = num_chunks(largest, self.chunk_bytes)
+        return pick(num > AHEAD, num, Int32(AHEAD))
+
+    def _complain(self, ctx: Context, peer: Any, expected: Any, seen: Any) -> None:
+        complain(ctx.state, ctx.rank, peer, block(), Uint32(expected), Uint32(seen), Int32(Phase.splits))

@@ -53,6 +53,13 @@ from symmcomm.schedule.layout_gpu import Layout, Phase
 def arrive(ctx: cutlass.Constexpr, channel: Int32, epoch: Uint32) -> None:
     """Signals the epoch to all peers, on behalf of all that the CTA's threads did before; all of them call it."""
     cute.arch.sync_threads()
+    announce(ctx, channel, epoch)
+
+
+@cute.jit
+def announce(ctx: cutlass.Constexpr, channel: Int32, epoch: Uint32) -> None:
+    """As ``arrive``, of what the threads did before they met last. A thread that signals waits until all that has left;
+    the others go on."""
     peer = thread()
     if peer < ctx.world_size and peer != ctx.rank:
         signal(ctx.pad(peer, channel, ctx.rank), epoch)

@@ -23,7 +23,6 @@ from cutlass.cutlass_dsl import select_
 from symmcomm.schedule import layout_gpu as at
 
 _POLLS = 1024  # polls between two looks at the clock
-_CREW_BARRIER = 1  # of the CTA's; 0 is that of all its threads
 
 
 def _qualifier(semantics: str, scope: str) -> str:
@@ -37,29 +36,26 @@ def _operands(prefix: str, num: int, start: int = 0) -> str:
 
 
 def load(
-    address: Any, kind: Any = Uint32, *, num: int = 1, semantics: str = "weak", scope: str = "sys", when: Any = None,
-    space: str = "global",
-) -> tuple[Any, ...]:  # fmt: skip
-    """``num`` values of a 32- or 64-bit kind by one instruction; address aligned to all of them (at most 16 bytes). In
-    the ``shared`` window addresses are ``Int32``.
+    address: Any, kind: Any = Uint32, *, num: int = 1, semantics: str = "weak", scope: str = "sys", when: Any = None
+) -> tuple[Any, ...]:
+    """``num`` values of a 32- or 64-bit kind by one instruction; address aligned to all of them (at most 16 bytes).
 
     Each value is one access of the memory model; the vector as a whole is not. Where ``when`` is false nothing is read
     and the values are undefined.
     """
     vector = "" if num == 1 else f".v{num}"
-    code = f"ld{_qualifier(semantics, scope)}.{space}{vector}.b{kind.width} {_operands('w', num)}, [{{$r0}}];"
+    code = f"ld{_qualifier(semantics, scope)}.global{vector}.b{kind.width} {_operands('w', num)}, [{{$r0}}];"
     loaded = inline_ptx(code, write_only_types=[kind] * num, read_only_args=[address], predicate=when)
     return (loaded,) if num == 1 else tuple(loaded)
 
 
 def store(
-    address: Any, values: Sequence[Any], *, semantics: str = "weak", scope: str = "sys", when: Any = None,
-    space: str = "global",
-) -> None:  # fmt: skip
-    """Values of one 32- or 64-bit kind by one instruction, as ``load`` reads them."""
+    address: Any, values: Sequence[Any], *, semantics: str = "weak", scope: str = "sys", when: Any = None
+) -> None:
+    """Values of one 32- or 64-bit kind by one instruction; address aligned to all of them (at most 16 bytes)."""
     num, width = len(values), type(values[0]).width
     vector = "" if num == 1 else f".v{num}"
-    code = f"st{_qualifier(semantics, scope)}.{space}{vector}.b{width} [{{$r0}}], {_operands('r', num, 1)};"
+    code = f"st{_qualifier(semantics, scope)}.global{vector}.b{width} [{{$r0}}], {_operands('r', num, 1)};"
     inline_ptx(code, read_only_args=[address, *values], predicate=when)
 
 
@@ -125,19 +121,10 @@ def opaque(value: Any) -> Any:
     return inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[type(value)], read_only_args=[value])
 
 
-def agree(flag: Any, crew: int = 0) -> Any:
-    """CTA barrier of all threads, or of ``crew`` threads in whole warps; true on all if ``flag`` was on all."""
-    kind, whose = nvvm.BarrierReduxKind.AND, Int32(_CREW_BARRIER if crew else 0).ir_value()
-    count = Int32(crew).ir_value() if crew else None
-    return Boolean(nvvm.barrier_cta_red(Boolean(flag).ir_value(), whose, kind, thread_count=count, aligned=True))
-
-
-def sync_crew(crew: int = 0) -> None:
-    """CTA barrier of all threads, or of ``crew`` threads in whole warps."""
-    if crew:
-        cute.arch.barrier(barrier_id=_CREW_BARRIER, number_of_threads=crew)
-    else:
-        cute.arch.sync_threads()
+def agree(flag: Any) -> Any:
+    """CTA barrier of all threads; true on all if ``flag`` was on all."""
+    kind = nvvm.BarrierReduxKind.AND
+    return Boolean(nvvm.barrier_cta_red(Boolean(flag).ir_value(), Int32(0).ir_value(), kind, aligned=True))
 
 
 def multimem_ld_reduce(

@@ -37,7 +37,7 @@ from symmcomm.kernels.gpu.copy import clip
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.primitives import pick
 from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
-from symmcomm.kernels.gpu.signatures import Reducing, ReducingTensors, Staging
+from symmcomm.kernels.gpu.signatures import Reducing, ReducingTensors
 from symmcomm.kernels.gpu.staged import chunk_offset, run
 from symmcomm.kernels.gpu.sweep import first_unit, num_units
 from symmcomm.schedule.layout_gpu import Phase
@@ -134,10 +134,15 @@ class ReduceIncoming(Exchange):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceScatterStaged(Staging, ReducingTensors):
+class ReduceScatterStaged(ReducingTensors):
     """The staged kernel. ``source``: ``world_size`` parts of ``count`` elements, or if all parts are the ``same`` that
-    one, which makes it an all-reduce in one shot; ``result``: ``count`` elements, which may be one of the parts."""
+    one, which makes it an all-reduce in one shot; ``result``: ``count`` elements, which may be one of the parts.
 
+    Attributes: ``vectors`` of each source a thread has in flight, ``chunk_bytes`` of a part at a time: a multiple of
+    16, at most the layout's ``staging_slot_bytes``. At most NUM_STAGED_CHANNELS CTAs."""
+
+    vectors: int
+    chunk_bytes: int
     same: bool = False
 
     @cute.kernel
@@ -150,8 +155,8 @@ class ReduceScatterStaged(Staging, ReducingTensors):
             num_bytes=num_bytes, sender=None,
         )  # fmt: skip
         job = ReduceIncoming(
-            **self.of_job(ctx), parts=parts, reduction=self.reduction, own=source + rank * pitch, own_bytes=num_bytes,
-            targets=(result,),
+            ctx=ctx, parts=parts, chunk_bytes=self.chunk_bytes, threads=self.threads, vectors=self.vectors,
+            reduction=self.reduction, own=source + rank * pitch, own_bytes=num_bytes, targets=(result,),
         )  # fmt: skip
         run(ctx, num_bytes, job)
 

@@ -15,26 +15,19 @@ from cutlass import Int32, Int64
 
 from symmcomm.kernels.gpu.context import Context, after_previous_kernel
 from symmcomm.kernels.gpu.elements import Reduction
-from symmcomm.kernels.gpu.staged import cta_threads
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.layout_gpu import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A kernel with a place. Attributes: ``threads`` that do the same in a CTA, ``early`` as in
-    ``context.after_previous_kernel``."""
+    """A kernel with a place. Attributes: ``threads`` a CTA, ``early`` as in ``context.after_previous_kernel``."""
 
     world_size: int
     threads: int
     early: bool = False
 
     kernel: ClassVar[Any]
-
-    @property
-    def cta_threads(self) -> int:
-        """All of a CTA."""
-        return self.threads
 
     def enter(self, base: Any, stride: Any, rank: Any) -> Context:
         """What ``kernel`` begins with."""
@@ -43,26 +36,7 @@ class Placed:
 
     def launch(self, kernel: Any, grid: Any, stream: Any) -> None:
         """What the host's side ends with."""
-        kernel.launch(grid=(grid, 1, 1), block=(self.cta_threads, 1, 1), stream=stream, use_pdl=self.early)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Staging(Placed):
-    """One of crews (see ``staged``), at most NUM_STAGED_CHANNELS CTAs. Attributes: ``threads`` a crew, ``vectors`` of
-    each source a thread has in flight, ``chunk_bytes`` of a part at a time: a multiple of 16, at most the layout's
-    ``staging_slot_bytes``."""
-
-    vectors: int
-    chunk_bytes: int
-
-    @property
-    def cta_threads(self) -> int:
-        """All of a CTA."""
-        return cta_threads(self.threads, self.threads)
-
-    def of_job(self, ctx: Context) -> dict[str, Any]:
-        """What the job shares with the kernel."""
-        return {"ctx": ctx, "chunk_bytes": self.chunk_bytes, "threads": self.threads, "vectors": self.vectors}
+        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.arch import inline_ptx
 
-from symmcomm.kernels.gpu.primitives import sync_crew, warp_reduce
+from symmcomm.kernels.gpu.primitives import warp_reduce
 
 
 def add(x: Any, y: Any) -> Any:
@@ -40,8 +40,7 @@ def tree(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Team:
     """The threads that share a row: ``threads`` of a CTA (a power of two up to 32, or whole warps) in each of
-    ``cluster`` CTAs; or, in one CTA, one of ``num_teams`` that combine at the same time. Together those are all threads
-    of the CTA, or a ``crew`` of that many.
+    ``cluster`` CTAs; or, in one CTA, one of ``num_teams`` that combine at the same time.
 
     ``scratch``: shared memory for ``scratch_size`` floats, unless they are part of one warp. ``barriers``: two
     mbarriers in shared memory, where there are several CTAs; then there are at most two turns.
@@ -50,14 +49,13 @@ class Team:
     threads: int
     cluster: int = 1
     num_teams: int = 1
-    crew: int = 0
     scratch: Any = None
     barriers: Any = None
 
     @classmethod
-    def create(cls, threads: int, cluster: int = 1, num_teams: int = 1, crew: int = 0) -> Team:
+    def create(cls, threads: int, cluster: int = 1, num_teams: int = 1) -> Team:
         """With the shared memory that it needs."""
-        team = cls(threads=threads, cluster=cluster, num_teams=num_teams, crew=crew)
+        team = cls(threads=threads, cluster=cluster, num_teams=num_teams)
         if team.is_one_warp:
             return team
         pointer = cute.arch.alloc_smem(Float32, team.scratch_size, alignment=16)
@@ -93,7 +91,7 @@ def _over_warps(value: Float32, how: cutlass.Constexpr, turn: Int32, team: cutla
     half, scratch, warp = (turn & 1) * (team.num_warps * team.num_teams), team.scratch, cute.arch.warp_idx()
     if cute.arch.lane_idx() == 0:
         scratch[half + warp] = value
-    sync_crew(team.crew)
+    cute.arch.sync_threads()
     return _combined(how, half + warp // team.num_warps * team.num_warps, team)
 
 

@@ -279,6 +279,7 @@ def open_and_close() -> tuple[int, int]:
     return free[1], free[-1]
 
 
+@pytest.mark.alone
 def test_communicators_leave_no_memory_behind() -> None:
     for result in start(open_and_close, 2):
         early, late = result.value
@@ -493,7 +494,7 @@ def thresholds_of(path: str) -> object:
 
 def test_tuning_writes_the_table_that_communicators_read(tmp_path: Path) -> None:
     table = tmp_path / "tuning.json"
-    command = [sys.executable, "-m", "symmcomm", "tune", "--nproc", "2", "--output", str(table)]
+    command = [sys.executable, "-m", "symmcomm", "tune", "--nproc", "2", "--rounds", "1", "--output", str(table)]
     done = launch_command(command, 100.0, ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads(table.read_text())

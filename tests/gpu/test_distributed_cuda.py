@@ -22,8 +22,10 @@ from symmcomm.collectives import gpu_memory
 from symmcomm.distributed import symm_mem
 from symmcomm.distributed.process_group import SymmProcessGroup
 from symmcomm.errors import SymmCommError
+from symmcomm.fused.rows import row_slice
 from symmcomm.testing.spawn import RankResult
-from tests.distributed import calls, training
+from tests.distributed import calls, norm_blocks, training
+from tests.fused.rows import EPS, check, check_scaled, expected, problem
 
 pytest.importorskip("cutlass")
 pytestmark = NEEDS_GPU
@@ -266,6 +268,29 @@ def operators() -> None:
 
 def test_operators() -> None:
     start(operators)
+
+
+def fused_norms() -> None:
+    """The graph pass, on tensors of the GPU; and the other operators beside the one that it puts in."""
+    with world() as symm:
+        reduces, norms = (norm_blocks.reduced, norm_blocks.viewed), (norm_blocks.library, norm_blocks.llama)
+        norm_blocks.check_fused(symm, "cuda", torch.bfloat16, reduces, norms)
+        ops, name = torch.ops.symmcomm, symm.group_name
+        p = problem(7, 64, torch.bfloat16, symm.size())
+        x, mine, right = p.inputs[symm.rank()].cuda(), row_slice(7, symm.rank(), 2), expected(*p[:3])
+        residual, weight = p.residual.cuda(), p.weight.cuda()
+        own = expected([whole[mine] for whole in p.inputs], p.residual[mine], p.weight)
+        small, new, scales = ops.all_reduce_rms_norm_float8(x, residual, weight, EPS, name)
+        check_scaled(small.cpu(), scales.cpu(), right, "float8")
+        assert torch.equal(new.cpu(), p.new_residual)
+        for operator, result in ((ops.reduce_scatter_rms_norm_all_gather, right), (ops.reduce_scatter_rms_norm, own)):
+            out, new = operator(x, residual[mine], weight, EPS, 8, name)
+            check(out.cpu(), result, str(operator))
+            assert torch.equal(new.cpu(), p.new_residual[mine])
+
+
+def test_fused_norms() -> None:
+    start(fused_norms)
 
 
 def symmetric_memory() -> None:

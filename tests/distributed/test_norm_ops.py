@@ -87,7 +87,7 @@ def fused_blocks() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         blocks.check_fused(
             dist.group.WORLD, "cpu", dtype, (blocks.reduced, blocks.functional, blocks.viewed),
-            (library, blocks.without_eps, blocks.llama, blocks.squares, blocks.gemma),
+            (library, blocks.without_eps, blocks.operator, blocks.llama, blocks.squares, blocks.gemma),
         )  # fmt: skip
     dist.destroy_process_group()
 

@@ -13,6 +13,7 @@ fi
 
 python -c 'import symmcomm.testing.preload' & # compiles what tests with several processes need, beside those that need none of it
 preload=$!
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which would print those
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 IFS=, read -ra devices <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}"
 
@@ -21,10 +22,10 @@ between() { # least, most, and a number that is brought between them
 }
 one_process=() processes=()
 if python -c 'import xdist' 2>/dev/null; then
-    workers=$(between 1 12 $(($(nproc) * 3 / 4 / (gpus > 0 ? gpus : 1)))) # they compile most of the time
+    workers=$(between 1 12 $((cores * 3 / 4 / (gpus > 0 ? gpus : 1)))) # they compile most of the time
     for device in "${devices[@]:-}"; do one_process+=(--tx "$workers*popen//env:CUDA_VISIBLE_DEVICES=$device"); done
     one_process+=(--dist worksteal)
-    processes=(-n "$(between 1 4 $(($(nproc) / 8)))" --dist worksteal) # each test has 2 to 8
+    processes=(-n "$(between 1 4 $((cores / 8)))" --dist worksteal) # each test has 2 to 8
 fi
 
 status=0 lines=()

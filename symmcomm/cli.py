@@ -248,6 +248,7 @@ def tune(
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE", parser=checked(parse_output), help="The table.")
     ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="The median counts.")] = tuning.ROUNDS,
 ) -> None:
     """Measures at which sizes GPU kernels change best, and writes the table that later runs read (SYMMCOMM_TUNING).
 
@@ -259,13 +260,13 @@ def tune(
             raise typer.BadParameter("one rank has nothing to tune: two at least", param_hint="--nproc")
         if not (machine := find_gpus()).num_gpus:
             raise typer.BadParameter(f"only kernels of GPUs are tuned: {machine.obstacle}", param_hint="options")
-        script = ["-m", "symmcomm", "tune", *(["--output", str(output)] if output else [])]
+        script = ["-m", "symmcomm", "tune", "--rounds", str(rounds), *(["--output", str(output)] if output else [])]
         ranks = ["--standalone", "--nproc-per-node", str(nproc) if nproc else "gpu"]
         raise typer.Exit(subprocess.run([sys.executable, "-m", "torch.distributed.run", *ranks, *script]).returncode)
     settings = Settings.from_env()
     path = output or Path(settings.tuning).expanduser()
     comm = tuning.join(launch, settings)
-    thresholds = tuning.tune(comm, print if comm.rank == 0 else lambda _: None)
+    thresholds = tuning.tune(comm, rounds, print if comm.rank == 0 else lambda _: None)
     tuning.write(comm, thresholds, path)
     if comm.rank == 0:
         print(f"{comm.gpu_side.tuned_for}\n{thresholds}\nwritten to {path}")

@@ -24,7 +24,7 @@ from symmcomm.schedule.select_gpu import Thresholds
 from symmcomm.schedule.tuning_gpu import first_win, last_win, updated
 
 _BEYOND = 1 << 62
-_ROUNDS = 9
+ROUNDS = 9
 _BATCH_BYTES = 64 << 20  # moved by one graph, about
 _MOST_CALLS = 40
 
@@ -91,7 +91,7 @@ CONTESTS = (
 )
 
 
-def _times(comm: Communicator, lane: Lane, contest: Contest, size: int) -> tuple[float, float]:
+def _times(comm: Communicator, lane: Lane, contest: Contest, size: int, rounds: int) -> tuple[float, float]:
     """Microseconds of a call with the threshold beyond all sizes, and at 0."""
     gpu, before = comm.gpu_side, comm.gpu_side.thresholds
     num_calls = max(2, min(_MOST_CALLS, _BATCH_BYTES // (size * comm.world_size)))
@@ -104,7 +104,7 @@ def _times(comm: Communicator, lane: Lane, contest: Contest, size: int) -> tuple
         timers[-1].time(num_calls)  # captures
     gpu.set_thresholds(before)
     found: list[list[float]] = [[], []]
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         for timer, times in zip(timers, found, strict=True):
             comm.barrier()
             times.append(timer.time(num_calls)["seconds"] * 1e6)
@@ -116,24 +116,25 @@ def _times(comm: Communicator, lane: Lane, contest: Contest, size: int) -> tuple
     return max(high), max(low)
 
 
-def tune(comm: Communicator, say: Say) -> Thresholds:
-    """Collective. Measures all thresholds, each with those found before it. ``say`` gets a line a measurement."""
+def tune(comm: Communicator, rounds: int, say: Say) -> Thresholds:
+    """Collective. Measures all thresholds, each with those found before it, by the median of ``rounds``. ``say`` gets
+    a line a measurement."""
     gpu = comm.gpu_side
     lane = Lane(torch.cuda.Stream(gpu.device), gpu.barrier)  # type: ignore[no-untyped-call]
     with lane.current():
         for contest in CONTESTS:
-            value = _threshold(comm, lane, contest, say)
+            value = _threshold(comm, lane, contest, rounds, say)
             gpu.set_thresholds(replace(gpu.thresholds, **{contest.field: value}))
     return gpu.thresholds
 
 
-def _threshold(comm: Communicator, lane: Lane, contest: Contest, say: Say) -> int:
+def _threshold(comm: Communicator, lane: Lane, contest: Contest, rounds: int, say: Say) -> int:
     """Where the curves cross. Thresholds of small sizes are scaled by the world size in the selection."""
     scale = comm.world_size * (comm.world_size - 1) / 2 if contest.small_first else 1.0
     sizes = [max(4096, int(each / scale) // 4096 * 4096) for each in contest.sizes]
     pairs = []
     for num_bytes in sizes:
-        pairs.append(_times(comm, lane, contest, num_bytes))
+        pairs.append(_times(comm, lane, contest, num_bytes, rounds))
         below, above = pairs[-1]
         say(f"{contest.field:>20} {num_bytes:>10} bytes: below it {below:9.2f} us, above it {above:9.2f} us")
     beyond, at_zero = zip(*pairs, strict=True)

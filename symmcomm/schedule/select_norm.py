@@ -18,7 +18,6 @@ MAX_CTAS = 64
 """Most CTAs that a caller can hold a kernel on symmetric memory to."""
 DTYPES = (DType.float32, DType.float16, DType.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-QK_WARPS = 4
 
 _VECTOR_BYTES = 16
 _CLUSTERS_FROM = 90
@@ -30,6 +29,7 @@ _MOST_STAGED = 8  # ranks whose vectors a thread's registers hold at once
 _MOST_PIECES = 8  # of a row, whose sums registers hold
 _MANY_CHUNKS = 8  # a CTA: about where lines through the times of both chunk sizes cross
 _DIRECT_GRID = 64
+_QK_WARPS = 4
 
 
 class Form(Enum):
@@ -58,6 +58,21 @@ class RowLaunch:
     rows: int = 1
     cluster: int = 1
     pieces: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLaunch:
+    """The shape of QK-norm's kernel, which has the CTAs that heads and tokens need.
+
+    Attributes:
+        lanes: threads a head. vectors: of 16 bytes a thread.
+        tokens: of a head at a time. warps: a CTA.
+    """
+
+    lanes: int
+    vectors: int
+    tokens: int
+    warps: int
 
 
 def part_rows(rows: int, world_size: int) -> int:
@@ -98,14 +113,13 @@ def norm_shape(rows: int, hidden: int, dtype: DType, num_sms: int) -> RowLaunch:
     return RowLaunch(form=None, grid=rows, threads=threads, unroll=-(-vectors // threads))
 
 
-def qk_norm_shape(tokens: int, heads: int, head_dim: int, dtype: DType, num_sms: int) -> RowLaunch:
-    """QK-norm of that many heads a token, queries' and keys': ``rows`` tokens a team, in CTAs of QK_WARPS."""
+def qk_norm_shape(tokens: int, heads: int, head_dim: int, dtype: DType, num_sms: int) -> HeadLaunch:
+    """QK-norm of that many heads a token, queries' and keys'."""
     vectors = row_vectors(head_dim, dtype)
-    threads = min(32, vectors)
-    teams = 32 * QK_WARPS // threads
-    rows = 1 if tokens * heads <= 8 * teams * num_sms else 2
-    grid = -(-tokens // rows) * -(-heads // teams)
-    return RowLaunch(form=None, grid=grid, threads=threads, unroll=vectors // threads, rows=rows)
+    lanes = min(32, vectors)
+    teams = 32 * _QK_WARPS // lanes
+    together = 1 if tokens * heads <= 8 * teams * num_sms else 2
+    return HeadLaunch(lanes=lanes, vectors=vectors // lanes, tokens=together, warps=_QK_WARPS)
 
 
 def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int) -> RowLaunch | None:

@@ -40,7 +40,7 @@ def test_both_kernels_are_captured_and_the_thresholds_come_back(monkeypatch: pyt
     contest = tune.Contest(field="push_bytes", small_first=False, sizes=(4096, 1 << 30), prepare=prepare)
     monkeypatch.setattr(tune, "CONTESTS", (contest,))
     lines: list[str] = []
-    found = tune.tune(comm, lines.append)
+    found = tune.tune(comm, 2, lines.append)
     assert found.push_bytes == side.thresholds.push_bytes
     assert len(lines) == 2
     for size, num_calls in ((4096, 40), (1 << 30, 2)):

@@ -8,19 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-from functorch.compile import make_boxed_func
-from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule
+from torch import Tensor
 
-from symmcomm.distributed import fuse_norm
 from symmcomm.fused.rows import row_slice
 from symmcomm.testing.spawn import run_ranks
+from tests.distributed import norm_blocks as blocks
+from tests.distributed.norm_blocks import HIDDEN, backends, library
 from tests.fused.rows import EPS, check, check_scaled, expected, problem
 
 ops = torch.ops.symmcomm
-HIDDEN = 48
 
 
 def values() -> None:
@@ -86,103 +82,13 @@ def test_opcheck() -> None:
     run_ranks(checked, 2, timeout_s=200)
 
 
-Norm = Callable[[Tensor, Tensor], Tensor]
-
-
-def library(x: Tensor, w: Tensor) -> Tensor:
-    return nn.functional.rms_norm(x, (HIDDEN,), w, EPS)
-
-
-def without_eps(x: Tensor, w: Tensor) -> Tensor:
-    return nn.functional.rms_norm(x, (HIDDEN,), w)
-
-
-def llama(x: Tensor, w: Tensor) -> Tensor:
-    """As transformers spell it."""
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-    return w * wide.to(x.dtype)
-
-
-def squares(x: Tensor, w: Tensor) -> Tensor:
-    wide = x.float()
-    return (wide * (wide * wide).mean(dim=(-1,), keepdim=True).add(EPS).rsqrt() * w.float()).type_as(x)
-
-
-def gemma(x: Tensor, w: Tensor) -> Tensor:
-    wide = x.float()
-    wide = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * wide
-    return (wide * (1.0 + w.float())).type_as(x)
-
-
-def reduced(x: Tensor, name: str) -> Tensor:
-    return ops.all_reduce(x, "sum", name)
-
-
-def functional(x: Tensor, name: str) -> Tensor:
-    return funcol.all_reduce(x, "sum", name)
-
-
-def viewed(x: Tensor, name: str) -> Tensor:
-    return funcol.all_reduce(x.view(-1, HIDDEN), "sum", name).view(2, -1, HIDDEN)
-
-
-Reduce = Callable[[Tensor, str], Tensor]
-
-
-class Block(nn.Module):
-    """Two residual steps; the reductions are what tensor parallelism leaves at the end of each."""
-
-    def __init__(self, reduce: Reduce, norm: Norm, name: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.reduce, self.norm, self.name = reduce, norm, name
-        generator = torch.Generator().manual_seed(3)
-        for weight in ("first", "second"):
-            drawn = torch.randn(HIDDEN, generator=generator).to(dtype)
-            self.register_parameter(weight, nn.Parameter(drawn, requires_grad=False))
-
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        residual = residual + self.reduce(x, self.name)
-        x = self.norm(residual, self.first).tanh()
-        residual = self.reduce(x, self.name) + residual
-        return self.norm(residual, self.second), residual
-
-
-def backends(counts: list[int]) -> dict[str, Any]:
-    def direct(module: GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-        counts.append(fuse_norm(module))
-        return module.forward
-
-    def lowered(module: GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-        counts.append(fuse_norm(module))
-        assert "all_reduce_rms_norm" in module.code
-        return make_boxed_func(module.forward)
-
-    return {"dynamo": direct, "aot": aot_autograd(fw_compiler=lowered)}
-
-
 def fused_blocks() -> None:
     dist.init_process_group("symm")
-    name = dist.group.WORLD.group_name
     for dtype in (torch.bfloat16, torch.float32):
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        x = torch.randn(2, 3, HIDDEN, generator=generator).to(dtype)
-        residual = torch.randn(2, 3, HIDDEN, generator=torch.Generator().manual_seed(9)).to(dtype)
-        for reduce in (reduced, functional, viewed):
-            for norm in (library, without_eps, llama, squares, gemma):
-                block = Block(reduce, norm, name, dtype)
-                exact = Block(reduce, norm, name, dtype).double()(x.double(), residual.double())
-                eager = block(x, residual)
-                for kind in ("dynamo", "aot"):
-                    counts: list[int] = []
-                    torch._dynamo.reset()
-                    found = torch.compile(block, backend=backends(counts)[kind], fullgraph=True)(x, residual)
-                    what = f"{kind} {reduce.__name__} {norm.__name__} {dtype}"
-                    assert counts == [2], what
-                    for one, other, right in zip(found, eager, exact, strict=True):
-                        assert one.shape == other.shape, what
-                        error, separate = ((y.double() - right).abs().max() for y in (one, other))
-                        assert error <= 1.5 * separate + 1e-6, f"{what}: {error} against {separate}"
+        blocks.check_fused(
+            dist.group.WORLD, "cpu", dtype, (blocks.reduced, blocks.functional, blocks.viewed),
+            (library, blocks.without_eps, blocks.operator, blocks.llama, blocks.squares, blocks.gemma),
+        )  # fmt: skip
     dist.destroy_process_group()
 
 

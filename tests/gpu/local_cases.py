@@ -16,12 +16,14 @@ DATA_BYTES = 24 << 20
 COUNTS = (1, 2, 3, 7, 8, 9, 64, 127, 1000, 4099)
 POISON = 0x5A
 DELAY_NS = 3_000_000
+PATIENCE_S = 60.0
+"""For waits that must succeed: no statement about speed, as other processes have their time slices on the GPU."""
 
 
 @cache
 def world_of(world_size: int) -> LocalWorld:
     """One world for all tests of a size: so every test also inherits the epochs and LL cells of those before."""
-    return LocalWorld(world_size, DATA_BYTES)
+    return LocalWorld(world_size, DATA_BYTES, PATIENCE_S)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

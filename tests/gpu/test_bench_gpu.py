@@ -36,7 +36,7 @@ def _no_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def symmcomm(*arguments: str) -> str:
-    done = launch_command([sys.executable, "-m", "symmcomm", *arguments], timeout_s=120)
+    done = launch_command([sys.executable, "-m", "symmcomm", *arguments], timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -45,13 +45,13 @@ def bench(path: Path, *arguments: str) -> dict[str, Any]:
     said = symmcomm("bench", *arguments, "-d", "bfloat16", "--device", "cuda", "--rounds", "3", "--json", str(path))
     assert "# floor = " in said
     content: dict[str, Any] = json.loads(path.read_text())
-    floor = content["floor"]
-    assert 0 < floor["launch_us"] < 20
-    assert floor["bandwidth"] > 1
+    assert content["floor"]["launch_us"] > 0
+    assert content["floor"]["bandwidth"] > 1
     return content
 
 
 @NEEDS_TWO
+@pytest.mark.alone
 def test_a_run_with_peers(tmp_path: Path) -> None:
     names = ["nccl", "nccl_symm", "torch_one_shot", "torch_two_shot", "nvshmem"]
     content = bench(tmp_path / "run.json", "all_reduce", *SIZES, "--peers", ",".join(names))
@@ -67,6 +67,7 @@ def test_a_run_with_peers(tmp_path: Path) -> None:
             continue
         assert entry["time_us"] > 0.5 * entry["floor_us"], "faster than the floor by half: it was not measured right"
         assert entry["host_us"] is None
+    assert content["floor"]["launch_us"] < 20
     assert 0 < content["floor"]["signal_us"] < 100
     assert len(content["machine"]["gpus"]) == content["machine"]["ranks"] == 2
     assert content["method"] == {
@@ -83,15 +84,18 @@ def test_eager_calls(tmp_path: Path) -> None:
 
 
 @NEEDS_TWO
+@pytest.mark.alone
 def test_cold_l2(tmp_path: Path) -> None:
     for cold in bench(tmp_path / "run.json", "all_reduce", "-b", "16M", "-e", "16M", "--cold-l2")["results"]:
         assert cold["wrong"] == 0
         assert cold["time_us"] > 0.8 * cold["floor_us"], "the flush is taken off, and no more than it"
 
 
+@pytest.mark.alone
 def test_virtual_ranks_are_labelled(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     content = bench(path, "all_reduce", *SIZES, "--virtual-ranks", "4", "--peers", "nccl")
+    assert content["floor"]["launch_us"] < 20
     found = [(entry["implementation"], entry["wrong"]) for entry in content["results"]]
     assert found == 3 * [("symm", 0), ("symm_heap", 0), ("nccl", None)]
     assert "nccl: n/a, virtual ranks run symmcomm's kernels only" in content["notes"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import LIMIT_S, NEEDS_GPU, STAGING, WORLDS, communicator, filled, host, put, same, start
+from ranks import NEEDS_GPU, STAGING, WORLDS, communicator, filled, host, put, same, start
 
 from symmcomm import Communicator
 from symmcomm.schedule.dtypes import DType, Op, supports
@@ -196,7 +196,6 @@ def messages(num_gpus: int) -> None:
                 same(got, host(before, len(large), torch.uint8), "a long message")
 
 
-LONG_S = 100.0
 FEW = 4  # more ranks than that take turns on a GPU for milliseconds a step
 
 
@@ -204,7 +203,7 @@ FEW = 4  # more ranks than that take turns on a GPU for milliseconds a step
 def test_every_dtype_and_operation(world_size: int, num_gpus: int) -> None:
     if world_size > 2:
         pytest.skip("what differs between worlds is in the other tests")
-    start(every_reduction, world_size, num_gpus, limit_s=LONG_S)  # a kernel is compiled for each
+    start(every_reduction, world_size, num_gpus)
 
 
 @pytest.mark.parametrize("body", [sizes_and_places, reduce_and_scatter, moves, symmetric_moves, uneven, messages])
@@ -212,4 +211,4 @@ def test_every_dtype_and_operation(world_size: int, num_gpus: int) -> None:
 def test_calls(body, world_size: int, num_gpus: int) -> None:  # type: ignore[no-untyped-def]
     if world_size > FEW and body is not sizes_and_places:
         pytest.skip("4 ranks do")
-    start(body, world_size, num_gpus, limit_s=LIMIT_S if world_size <= num_gpus else LONG_S)
+    start(body, world_size, num_gpus)

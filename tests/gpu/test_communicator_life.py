@@ -279,6 +279,7 @@ def open_and_close() -> tuple[int, int]:
     return free[1], free[-1]
 
 
+@pytest.mark.alone
 def test_communicators_leave_no_memory_behind() -> None:
     for result in start(open_and_close, 2):
         early, late = result.value
@@ -464,7 +465,7 @@ def test_a_communicator_that_nobody_closes() -> None:
 
 # Launchers.
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "07_gpu_all_reduce.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 ENV = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
     "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "SYMMCOMM_DISABLE_MULTICAST": "1",
@@ -472,17 +473,25 @@ ENV = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
-def test_launchers(launcher: str) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "example", "words"),
+    [
+        ("torchrun", ["07_gpu_all_reduce.py"], "rank {} of 2"),
+        ("mpirun", ["07_gpu_all_reduce.py"], "rank {} of 2"),
+        ("torchrun", ["08_fused_norm.py", "cuda"], "rank {} of 2: [4] of 4 norms fused, on cuda"),
+    ],
+    ids=["torchrun", "mpirun", "torchrun-fused_norm"],
+)
+def test_launchers(launcher: str, example: list[str], words: str) -> None:
     start_two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     if launcher == "mpirun":
         pytest.importorskip("mpi4py", exc_type=ImportError)
         beside = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ['PATH']}"
         start_two = [shutil.which("mpirun", path=beside) or pytest.skip("no mpirun"), "-n", "2", sys.executable]
-    done = launch_command([*start_two, str(EXAMPLE)], LIMIT_S, ENV)
+    done = launch_command([*start_two, str(EXAMPLES / example[0]), *example[1:]], LIMIT_S, ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
-        assert f"rank {rank} of 2" in done.stdout
+        assert words.format(rank) in done.stdout
 
 
 def thresholds_of(path: str) -> object:
@@ -493,7 +502,7 @@ def thresholds_of(path: str) -> object:
 
 def test_tuning_writes_the_table_that_communicators_read(tmp_path: Path) -> None:
     table = tmp_path / "tuning.json"
-    command = [sys.executable, "-m", "symmcomm", "tune", "--nproc", "2", "--output", str(table)]
+    command = [sys.executable, "-m", "symmcomm", "tune", "--nproc", "2", "--rounds", "1", "--output", str(table)]
     done = launch_command(command, 100.0, ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads(table.read_text())

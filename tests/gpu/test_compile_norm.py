@@ -90,7 +90,7 @@ def test_qk_norm(head_dim: int, dtype: DType, arch: str, tmp_path: Path) -> None
     ptx = ptx_of(
         norm_instances.qk_norm(shape, dtype, head_dim, ARCHITECTURES[arch], aligned=True), arch, tmp_path
     )
-    assert ptx.count(STORE) == shape.rows * shape.unroll
+    assert ptx.count(STORE) == shape.tokens * shape.vectors
     assert "bar.sync" not in ptx
 
 

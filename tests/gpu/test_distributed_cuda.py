@@ -22,8 +22,10 @@ from symmcomm.collectives import gpu_memory
 from symmcomm.distributed import symm_mem
 from symmcomm.distributed.process_group import SymmProcessGroup
 from symmcomm.errors import SymmCommError
+from symmcomm.fused.rows import row_slice
 from symmcomm.testing.spawn import RankResult
-from tests.distributed import calls, training
+from tests.distributed import calls, norm_blocks, training
+from tests.fused.rows import EPS, check, check_scaled, expected, problem
 
 pytest.importorskip("cutlass")
 pytestmark = NEEDS_GPU
@@ -40,7 +42,7 @@ needs_nccl = pytest.mark.skipif(SHARED, reason="NCCL needs a GPU for each rank")
 def start(body: Callable[..., Any], *args: Any) -> list[RankResult]:
     """Runs the body on both ranks. Those that share a GPU take turns on it, by the driver's time slices."""
     env = {"SYMMCOMM_SHARE_GPU": "1"} if SHARED else {}
-    return ranks.start(body, 2, *args, env=env, limit_s=ranks.LIMIT_S)
+    return ranks.start(body, 2, *args, env=env)
 
 
 def set_device() -> None:
@@ -268,6 +270,29 @@ def test_operators() -> None:
     start(operators)
 
 
+def fused_norms() -> None:
+    """The graph pass, on tensors of the GPU; and the other operators beside the one that it puts in."""
+    with world() as symm:
+        reduces, norms = (norm_blocks.reduced, norm_blocks.viewed), (norm_blocks.library, norm_blocks.llama)
+        norm_blocks.check_fused(symm, "cuda", torch.bfloat16, reduces, norms)
+        ops, name = torch.ops.symmcomm, symm.group_name
+        p = problem(7, 64, torch.bfloat16, symm.size())
+        x, mine, right = p.inputs[symm.rank()].cuda(), row_slice(7, symm.rank(), 2), expected(*p[:3])
+        residual, weight = p.residual.cuda(), p.weight.cuda()
+        own = expected([whole[mine] for whole in p.inputs], p.residual[mine], p.weight)
+        small, new, scales = ops.all_reduce_rms_norm_float8(x, residual, weight, EPS, name)
+        check_scaled(small.cpu(), scales.cpu(), right, "float8")
+        assert torch.equal(new.cpu(), p.new_residual)
+        for operator, result in ((ops.reduce_scatter_rms_norm_all_gather, right), (ops.reduce_scatter_rms_norm, own)):
+            out, new = operator(x, residual[mine], weight, EPS, 8, name)
+            check(out.cpu(), result, str(operator))
+            assert torch.equal(new.cpu(), p.new_residual[mine])
+
+
+def test_fused_norms() -> None:
+    start(fused_norms)
+
+
 def symmetric_memory() -> None:
     """As the tutorials of torch's symmetric memory do it."""
     with world() as symm:
@@ -313,6 +338,7 @@ def many_groups() -> None:
         assert free - torch.cuda.mem_get_info()[0] < 64 << 20
 
 
+@pytest.mark.alone
 def test_groups_leak_nothing() -> None:
     start(many_groups)
 
@@ -322,7 +348,7 @@ def late() -> str:
     set_device()
     dist.init_process_group(BACKEND)
     dist.all_reduce(torch.ones(3, device="cuda"))
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=8))
     tensor = torch.ones(3, device="cuda")
     dist.all_reduce(tensor, group=group)
     torch.cuda.synchronize()

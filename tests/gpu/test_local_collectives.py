@@ -14,6 +14,7 @@ from local_cases import (
     COUNTS,
     DATA_BYTES,
     DELAY_NS,
+    PATIENCE_S,
     POISON,
     WORLDS,
     assert_same,
@@ -326,7 +327,7 @@ def test_uneven_all_to_all(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_splits_that_disagree(world_size: int) -> None:
-    world = LocalWorld(world_size, 1 << 20, timeout_s=5)
+    world = LocalWorld(world_size, 1 << 20, PATIENCE_S)
     splits = [[1000] * world_size for _ in range(world_size)]
     call = uneven(world, SMALL_CHUNKS, splits, wrong={(1, 0): 900})
     world.launch(call.function, call.arguments)
@@ -392,7 +393,7 @@ def all_reduce(world: LocalWorld, rng: random.Random, count: int, start: int, se
 @pytest.mark.parametrize(("world_size", "late"), [(2, False), (2, True), (3, True), (4, False), (5, False), (8, True)])
 def test_all_kinds_of_calls_back_to_back(world_size: int, late: bool) -> None:
     """120 calls in flight at once: nothing waits on the host between them."""
-    world, rng = LocalWorld(world_size, 150 << 20, timeout_s=20), random.Random(10 * world_size + late)
+    world, rng = LocalWorld(world_size, 150 << 20, PATIENCE_S), random.Random(10 * world_size + late)
     calls = [any_call(world, rng, i * (700 << 10), i) for i in range(120)]
     if late:  # one rank is always behind
         world.put(rng.randrange(world_size), at.DELAY_NS, DELAY_NS // 20)
@@ -444,7 +445,7 @@ def test_copy_engine(world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", [*MOVES, "uneven", "sum"])
 @pytest.mark.parametrize("algorithm", MOVE_ALGORITHMS, ids=lambda a: a.name)
 def test_a_missing_peer_is_named(kind: str, algorithm: Algorithm) -> None:
-    world = LocalWorld(3, 1 << 20, timeout_s=0.2)
+    world = LocalWorld(3, 1 << 20, timeout_s=1.0)
     if kind == "uneven":
         call = uneven(world, SMALL_CHUNKS, [[1000] * 3] * 3)
     elif kind == "sum":

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_cases import DELAY_NS, POISON
+from local_cases import DELAY_NS, PATIENCE_S, POISON
 
 from symmcomm.schedule import layout_gpu as at
 from symmcomm.schedule.layout_gpu import MessageLayout, Phase
@@ -27,7 +27,7 @@ LONG = 5 << 20  # more than a queue holds
 @cache
 def world_of(world_size: int) -> LocalWorld:
     layout = MessageLayout.create(world_size)
-    return LocalWorld(world_size, layout.end - layout.counters)
+    return LocalWorld(world_size, layout.end - layout.counters, PATIENCE_S)
 
 
 def function(world: LocalWorld, kernel: Any) -> Any:
@@ -115,7 +115,7 @@ def test_long_messages_with_delays(world_size: int) -> None:
 
 
 def test_chunk_numbers_wrap_around() -> None:
-    world, layout = LocalWorld(2, 32 << 20), MessageLayout.create(2)
+    world, layout = LocalWorld(2, 32 << 20, PATIENCE_S), MessageLayout.create(2)
     for rank in range(2):
         world.bytes(rank, layout.counters, layout.headers - layout.counters).view(torch.int32).fill_(-3)
     for num_bytes in (1000, 100_003, 1 << 20):
@@ -123,7 +123,7 @@ def test_chunk_numbers_wrap_around() -> None:
 
 
 def test_another_size_is_noticed_at_once() -> None:
-    world = LocalWorld(2, 32 << 20, timeout_s=30.0)
+    world = LocalWorld(2, 32 << 20, PATIENCE_S)
     call(world, 0, message(world, True), data(0, 1000, 0), 1)
     call(world, 1, message(world, False), data(0, LONG, 0), 0)
     torch.cuda.synchronize()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from local_cases import DELAY_NS, WORLDS, assert_same, torch_dtype, world_of
-from norm_cases import EPS, Problem, assert_poison_left, guarded
+from norm_cases import EPS, POISON, Problem, assert_poison_left, guarded
 from torch import Tensor
 
 from symmcomm.schedule import layout_gpu as at
@@ -389,15 +388,16 @@ class Symmetric:
     problem: Problem
     quantize: bool
     pitch: int
+    start: int = 0
     offsets: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        place = self.world.data + 256
+        place = first = self.world.data + self.start + 256
         for name in ("source", "output", "new_residual", "scales"):
             self.offsets[name] = place
             place += -(-max(1, self.problem.rows) * self.pitch * 4 // 256) * 256 + 256
         for rank in range(self.world.world_size):
-            self.world.bytes(rank, self.world.data, place - self.world.data).fill_(0x5A)
+            self.world.bytes(rank, first, place - first).fill_(POISON)
             self.rows(rank, "source").copy_(self.problem.sources[rank])
 
     def rows(self, rank: int, name: str, kind: torch.dtype | None = None) -> Tensor:
@@ -414,13 +414,22 @@ VARIANTS = {
 
 def direct(world: LocalWorld, problem: Problem, shape: RowLaunch, variant: str, gap: int) -> None:
     """The kernel on symmetric memory, on all ranks, and a look at what it left."""
+    kernels, arguments, verify = direct_call(world, problem, shape, variant, gap)
+    run(world, kernels, arguments)
+    verify()
+
+
+def direct_call(
+    world: LocalWorld, problem: Problem, shape: RowLaunch, variant: str, gap: int = 0, start: int = 0
+) -> tuple[list[object], list[tuple[object, ...]], Callable[[], None]]:
+    """All ranks' kernels and arguments, and a look at what they left, with tensors from ``start`` on in the heaps."""
     from symmcomm.kernels.gpu import norm_instances
 
     how: dict[str, bool] = dict(VARIANTS[variant])
     in_place, quantize = how.pop("in_place", False), how.get("quantize", False)
     reduce, gather, replicate = how.get("reduce", True), how.get("gather", True), how.get("replicate", False)
     pitch = problem.hidden + gap
-    heaps, kind = Symmetric(world, problem, quantize, pitch), torch_dtype(problem.dtype)
+    heaps, kind = Symmetric(world, problem, quantize, pitch, start), torch_dtype(problem.dtype)
     aligned = select_norm.are_aligned(problem.hidden, problem.dtype, pitch if quantize else pitch * kind.itemsize)
     kernel = norm_instances.direct_norm(
         shape, problem.dtype, world.world_size, world.arch_number, aligned=aligned, bias=problem.with_bias, **how
@@ -440,27 +449,30 @@ def direct(world: LocalWorld, problem: Problem, shape: RowLaunch, variant: str, 
         if replicate:
             others |= {"new_residual": heaps.offsets["new_residual"], "new_residual_pitch": pitch * kind.itemsize}
         given.append((0, mine.arguments(**others), shape.grid))
-    run(world, [kernel] * world.world_size, given)
+    normed = problem
     if not reduce:  # rank r's rows are its own
-        pieces = [problem.sources[r][part_of(problem, r, True)] for r in range(world.world_size)]
-        problem = replace(problem, world_size=1)
-        problem.sources, problem.residual = [torch.cat(pieces)], ordinary[0][0].problem.residual
-        problem.weight, problem.bias = ordinary[0][0].problem.weight, ordinary[0][0].problem.bias
-    for rank, (mine, _) in enumerate(ordinary):
-        what = f"rank {rank}: {variant} {shape} {problem.rows}×{problem.hidden} gap {gap}"
-        part = part_of(problem, rank, True, world.world_size)
-        new = heaps.rows(rank, "new_residual") if replicate else mine.new_residual
-        if not gather:
-            problem.check(mine.output, new, what, part)
-            continue
-        if problem.with_residual:
-            assert_same(new.flatten(), problem.new_residual[slice(None) if replicate else part].flatten(), what)
-        name = "source" if in_place else "output"
-        if quantize:
-            scales = world.tensor(rank, heaps.offsets["scales"], problem.rows, torch.float32)
-            problem.check_float8(heaps.rows(rank, name, torch.float8_e4m3fn), scales, what)
-        else:
-            problem.check(heaps.rows(rank, name), None, what)
+        normed = replace(problem, world_size=1)
+        normed.sources = [torch.cat([own for _, own in ordinary])]
+        normed.residual, normed.weight, normed.bias = problem.residual, problem.weight, problem.bias
+
+    def verify() -> None:
+        for rank, (mine, _) in enumerate(ordinary):
+            what = f"rank {rank}: {variant} {shape} {problem.rows}×{normed.hidden} gap {gap}"
+            part = part_of(problem, rank, True, world.world_size)
+            new = heaps.rows(rank, "new_residual") if replicate else mine.new_residual
+            if not gather:
+                normed.check(mine.output, new, what, part)
+                continue
+            if normed.with_residual:
+                assert_same(new.flatten(), normed.new_residual[slice(None) if replicate else part].flatten(), what)
+            name = "source" if in_place else "output"
+            if quantize:
+                scales = world.tensor(rank, heaps.offsets["scales"], normed.rows, torch.float32)
+                normed.check_float8(heaps.rows(rank, name, torch.float8_e4m3fn), scales, what)
+            else:
+                normed.check(heaps.rows(rank, name), None, what)
+
+    return [kernel] * world.world_size, given, verify
 
 
 def direct_shape(rows: int, world_size: int, max_ctas: int, batch: int = 1) -> RowLaunch:
@@ -481,25 +493,6 @@ def test_direct_norm(world_size: int, variant: str) -> None:
             direct(world, problem, direct_shape(rows, world_size, max_ctas), variant, gap=[0, 16, 32][seed % 3])
         if aligned and world_size == 2 and variant in ("gather", "replicate"):
             direct(world, problem, direct_shape(rows, world_size, 4, batch=2), variant, gap=0)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_kinds_of_calls_in_one_stream(world_size: int) -> None:
-    """LL, staged and direct kernels in any order, with late ranks: words, slots and pads are not mixed up."""
-    world, chance = world_of(world_size), random.Random(world_size)
-    for turn in range(40):
-        rows, hidden = chance.choice((1, 2, 5, 9)), chance.choice((64, 512, 4096))
-        problem = Problem(DTYPE_OF[world_size], rows, hidden, world_size, turn, with_bias=True)
-        late = chance.randrange(world_size)
-        world.put(late, at.DELAY_NS, DELAY_NS if turn % 4 == 0 else 0)
-        kind, scatter = chance.randrange(3), chance.random() < 0.5
-        if kind == 2:
-            direct(world, problem, direct_shape(rows, world_size, 16), "gather", 0)
-        else:
-            shape = chance.choice(shapes_of(world, problem, scatter))
-            for rank, mine in enumerate(exchange(world, problem, shape, scatter)):
-                mine.check(f"turn {turn} rank {rank} {shape}", part_of(problem, rank, scatter))
-        world.put(late, at.DELAY_NS, 0)
 
 
 @pytest.mark.parametrize("form", list(Form), ids=lambda f: f.name)

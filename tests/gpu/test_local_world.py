@@ -10,6 +10,7 @@ import torch
 from local_cases import (
     COUNTS,
     DELAY_NS,
+    PATIENCE_S,
     POISON,
     WORLDS,
     assert_close_to_float64,
@@ -196,7 +197,7 @@ def test_launched_early(world_size: int) -> None:
 
 def test_pads_keep_up_with_cells() -> None:
     """After 2³¹ epochs of LL alone a barrier must not take the words of its pad for new ones."""
-    world = LocalWorld(2, 1 << 20, timeout_s=0.2)
+    world = LocalWorld(2, 1 << 20, PATIENCE_S)
     world.set_epochs((1 << 20) - 1)
     shape, buffers = shape_of(world, Algorithm.ll, DType.float32, 8), Buffers(world, DType.float32, 8, False)
     function = kernel(world, shape, DType.float32, Op.sum)
@@ -278,7 +279,7 @@ def test_all_wait_for_the_late_one(algorithm: Algorithm, world_size: int) -> Non
 
 @ALGORITHMS
 def test_epochs_wrap_around(algorithm: Algorithm) -> None:
-    world = LocalWorld(3, 1 << 20)
+    world = LocalWorld(3, 1 << 20, PATIENCE_S)
     world.set_epochs((1 << 32) - 6)
     parts = inputs(DType.float32, Op.sum, 3, 1000)
     buffers = Buffers(world, DType.float32, 1000, algorithm in NEED_SYMMETRIC)
@@ -295,14 +296,15 @@ def test_epochs_wrap_around(algorithm: Algorithm) -> None:
 @ALGORITHMS
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_missing_peer_is_named(algorithm: Algorithm, world_size: int) -> None:
-    world = LocalWorld(world_size, 1 << 20, timeout_s=0.2)
+    deadline_s = 1.0
+    world = LocalWorld(world_size, 1 << 20, deadline_s)
     missing = world_size - 1
     buffers = Buffers(world, DType.float32, 1000, algorithm in NEED_SYMMETRIC)
     shape = shape_of(world, algorithm, DType.float32, 1000)
     function = kernel(world, shape, DType.float32, Op.sum)
     start = time.monotonic()
     world.launch(function, arguments(buffers, shape), ranks=range(missing))
-    assert 0.15 < time.monotonic() - start < 2
+    assert 0.75 * deadline_s < time.monotonic() - start < 5 * deadline_s
     for rank in range(missing):
         record = world.record(rank)
         assert record is not None
@@ -313,7 +315,7 @@ def test_a_missing_peer_is_named(algorithm: Algorithm, world_size: int) -> None:
     assert float(torch.ones(1000, device="cuda").sum()) == 1000  # the context lives
     start = time.monotonic()
     world.launch(function, arguments(buffers, shape), ranks=range(missing))
-    assert time.monotonic() - start < 0.1  # and nobody waits a second time
+    assert time.monotonic() - start < 0.5 * deadline_s  # and nobody waits a second time
 
 
 BARRIERS = [
@@ -333,13 +335,14 @@ def barrier(world: LocalWorld, algorithm: str, protocol: str):  # type: ignore[n
 @pytest.mark.parametrize(("algorithm", "protocol", "phase"), BARRIERS)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_barriers(world_size: int, algorithm: str, protocol: str, phase: Phase) -> None:
-    world = LocalWorld(world_size, 1 << 20, timeout_s=5)
+    world, in_order = LocalWorld(world_size, 1 << 20, PATIENCE_S), [None] * world_size
     function = barrier(world, algorithm, protocol)
     channel = [(0, 3)] * world_size
     for _ in range(50):
         for rank in range(world_size):
             function(world.base, world.stride, rank, 0, 3, world.streams[rank].cuda_stream)
     torch.cuda.synchronize()
+    assert [world.record(rank) for rank in range(world_size)] == in_order
     for late in range(world_size):
         world.put(late, at.DELAY_NS, DELAY_NS)
         torch.cuda.synchronize()
@@ -350,15 +353,15 @@ def test_barriers(world_size: int, algorithm: str, protocol: str, phase: Phase) 
             after.record(world.streams[rank])
         torch.cuda.synchronize()
         world.put(late, at.DELAY_NS, 0)
+        assert [world.record(rank) for rank in range(world_size)] == in_order  # who gave up once waits no more
         # From when the late one was launched: the host may have launched others after it.
         waited = [events[late][0].elapsed_time(after) for _, after in events]
         assert min(waited) > 0.8 * DELAY_NS / 1e6, waited
-    assert [world.record(rank) for rank in range(world_size)] == [None] * world_size
 
 
 @pytest.mark.parametrize(("algorithm", "protocol", "phase"), BARRIERS)
 def test_a_barrier_names_who_is_missing(algorithm: str, protocol: str, phase: Phase) -> None:
-    world = LocalWorld(3, 1 << 20, timeout_s=0.2)
+    world = LocalWorld(3, 1 << 20, timeout_s=1.0)
     function = barrier(world, algorithm, protocol)
     world.launch(function, [(0, 3)] * 3, ranks=[0, 1])
     first = world.record(0)
@@ -370,7 +373,7 @@ def test_a_barrier_names_who_is_missing(algorithm: str, protocol: str, phase: Ph
 
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_a_graph_can_be_replayed(world_size: int) -> None:
-    world = LocalWorld(world_size, 1 << 20)
+    world = LocalWorld(world_size, 1 << 20, PATIENCE_S)
     parts = inputs(DType.float32, Op.sum, world_size, 1000)
     graphs = []
     plans = []

@@ -147,6 +147,7 @@ def open_and_close(kind: Callable[..., Any], num_gpus: int) -> tuple[int, int]:
         return free[1], free[-1]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", [VmmProvider, IpcProvider])
 def test_heaps_that_come_and_go_leave_no_memory_behind(kind: Callable[..., Any]) -> None:
     for result in start(open_and_close, 2, kind, 1):

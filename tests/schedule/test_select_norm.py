@@ -37,9 +37,9 @@ def test_norm_alone(dtype: DType) -> None:
 def test_heads(dtype: DType) -> None:
     for tokens, heads, head_dim in product((1, 40, 5000), (1, 12, 40), select.HEAD_DIMS):
         shape = select.qk_norm_shape(tokens, heads, head_dim, dtype, 132)
-        assert shape.threads * shape.unroll * 16 == head_dim * dtype.itemsize
-        assert 32 % shape.threads == 0
-        assert shape.grid * shape.rows * 32 * select.QK_WARPS // shape.threads >= tokens * heads
+        assert shape.lanes * shape.vectors * 16 == head_dim * dtype.itemsize
+        assert 32 % shape.lanes == 0
+        assert shape.tokens <= tokens
 
 
 @pytest.mark.parametrize("dtype", select.DTYPES, ids=lambda d: d.name)

@@ -12,7 +12,7 @@ from symmcomm.kernels.gpu.all_reduce_norm_ll import AllReduceNormLL
 from symmcomm.kernels.gpu.norm import QKNorm, RMSNorm
 from symmcomm.kernels.gpu.reduce_scatter_norm import ReduceScatterNorm
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.select_norm import QK_WARPS, Form, RowLaunch
+from symmcomm.schedule.select_norm import Form, HeadLaunch, RowLaunch
 
 
 def rms_norm(
@@ -27,12 +27,12 @@ def rms_norm(
 
 
 def qk_norm(
-    shape: RowLaunch, dtype: DType, head_dim: int, arch: int, *, aligned: bool, pdl: bool = False
+    shape: HeadLaunch, dtype: DType, head_dim: int, arch: int, *, aligned: bool, pdl: bool = False
 ) -> QKNorm:
     """See ``select_norm.qk_norm_shape``."""
     return QKNorm(
-        dtype=dtype, arch=arch, head_dim=head_dim, lanes=shape.threads, vectors=shape.unroll, tokens=shape.rows,
-        warps=QK_WARPS, aligned=aligned, pdl=pdl,
+        dtype=dtype, arch=arch, head_dim=head_dim, lanes=shape.lanes, vectors=shape.vectors, tokens=shape.tokens,
+        warps=shape.warps, aligned=aligned, pdl=pdl,
     )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def _through(built: Any, folder: Path, path: Path | None) -> Callable[..., None]
     handle, name = tempfile.mkstemp(dir=folder, suffix=".o.tmp")
     os.close(handle)
     try:
-        built.export_to_c(name, function_name=_FUNCTION)
+        built.export_to_c(name, function_name=_FUNCTION, export_only_tvm_ffi_symbols=True)
         function = _load(Path(name))
         if path is not None:
             os.replace(name, path)

@@ -296,14 +296,13 @@ class GpuCollectives(GpuMemory):
         output_split_sizes: Sequence[int] | None,
         input_split_sizes: Sequence[int] | None,
     ) -> None:
-        self.check_tensor(output, "output")
-        self.check_tensor(input, "input")
+        target, source = self.address_of(output, "output"), self.address_of(input, "input")
         if output.dtype is not input.dtype:
             raise DTypeError(f"output and input must have one dtype, got {output.dtype} and {input.dtype}")
         comes = row_bytes(self, output, output_split_sizes, "output")
         goes = row_bytes(self, input, input_split_sizes, "input")
         check_apart(output, input, "uneven splits do not allow it")
-        self._exchange([*zip(*goes, *comes, strict=True)], input.data_ptr(), output.data_ptr())
+        self._exchange([*zip(*goes, *comes, strict=True)], source, target)
 
     def _exchange(self, rows: Sequence[tuple[int, int, int, int]], source: int = 0, target: int = 0) -> None:
         """Parts of any size, a row for each rank: bytes that go there and their offset from ``source``, bytes that come
@@ -317,10 +316,9 @@ class GpuCollectives(GpuMemory):
         self, tensor: torch.Tensor, gather_list: Sequence[torch.Tensor] | None = None, dst: int = 0
     ) -> None:
         """Collects all ranks' tensors on rank ``dst``, in ``gather_list``, which is None elsewhere."""
-        self.check_tensor(tensor, "tensor")
+        address, size = self.address_of(tensor, "tensor"), tensor.nbytes
         check_rank(self, dst, "dst")
         parts = check_list(self, gather_list, tensor, "gather_list", dst, self.device)
-        size, address = tensor.nbytes, tensor.data_ptr()
         comes = [(size, part.data_ptr()) for part in parts] or [(0, 0)] * self.world_size
         self._exchange([(size if p == dst else 0, address, *comes[p]) for p in range(self.world_size)])
 
@@ -328,18 +326,16 @@ class GpuCollectives(GpuMemory):
         self, tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None = None, src: int = 0
     ) -> None:
         """Sends tensor p of rank ``src``'s list to rank p."""
-        self.check_tensor(tensor, "tensor")
+        address, size = self.address_of(tensor, "tensor"), tensor.nbytes
         check_rank(self, src, "src")
         parts = check_list(self, scatter_list, tensor, "scatter_list", src, self.device)
-        size, address = tensor.nbytes, tensor.data_ptr()
         goes = [(size, part.data_ptr()) for part in parts] or [(0, 0)] * self.world_size
         self._exchange([(*goes[p], size if p == src else 0, address) for p in range(self.world_size)])
 
     def all_gather(self, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """As ``all_gather_into_tensor``, with an output of its own for what each rank sends."""
-        self.check_tensor(tensor, "tensor")
+        address, size = self.address_of(tensor, "tensor"), tensor.nbytes
         parts = check_list(self, tensor_list, tensor, "tensor_list", self.rank, self.device)
-        size, address = tensor.nbytes, tensor.data_ptr()
         self._exchange([(size, address, size, part.data_ptr()) for part in parts])
 
     def all_to_all(self, output_list: Sequence[torch.Tensor], input_list: Sequence[torch.Tensor]) -> None:
@@ -361,11 +357,11 @@ class GpuCollectives(GpuMemory):
         self._message(tensor, src, "src", False)
 
     def _message(self, tensor: torch.Tensor, peer: int, name: str, sends: bool) -> None:
-        self.check_tensor(tensor, "tensor")
+        address = self.address_of(tensor, "tensor")
         check_rank(self, peer, name)
         if peer == self.rank:
             raise ArgumentError(f"{name}={peer} is the calling rank itself")
-        self.launch(Message(world_size=self.world_size, sends=sends), tensor.data_ptr(), tensor.nbytes, peer)
+        self.launch(Message(world_size=self.world_size, sends=sends), address, tensor.nbytes, peer)
 
     def barrier(
         self, *, algorithm: str = "all_to_all", protocol: str = "epoch", timeout_s: float | None = None

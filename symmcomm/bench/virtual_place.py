@@ -53,15 +53,13 @@ class VirtualRank(GpuCollectives):
         self.early = False  # its ranks share a GPU
         self.ring_from = (RingMode.All2All, sys.maxsize)  # one GPU: never
         self._symmetric: set[tuple[int, int]] = set()
+        self._stream = -1
         self._word = ctypes.c_uint32.from_address(world.records[rank].data_ptr())
         self._first = self._next = reserved(world.world_size, staging_bytes)
 
-    def follow_stream(self) -> int:
-        """The current stream, which is the rank's own."""
-        if self._word.value:
-            self.check()
-        stream: int = torch._C._cuda_getCurrentRawStream(self.ordinal)
-        return stream
+    def _change_stream(self, stream: int) -> None:
+        """Nothing is to be ordered: the current stream is the rank's own."""
+        self._stream = stream
 
     def check(self) -> None:
         """Raises PeerTimeoutError if a wait gave up."""
@@ -72,11 +70,6 @@ class VirtualRank(GpuCollectives):
         """Heap offset of the tensor's data, or -1."""
         offset = tensor.data_ptr() - self.base - self.rank * self.stride
         return offset if 0 <= offset < self.stride else -1
-
-    def symmetric_offset(self, tensor: Tensor) -> int:
-        """As ``offset_of``, of the whole of what ``empty`` gave."""
-        offset = self.offset_of(tensor)
-        return offset if (offset, tensor.nbytes) in self._symmetric else -1
 
     def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A symmetric tensor, if all ranks ask for it."""

@@ -62,17 +62,17 @@ def all_reduce(
         ArgumentError, DTypeError: on the calling rank. MismatchError: on all ranks. PeerError: a rank did not come.
         TopologyError: there are no such rings. PlanError: the plan is wrong.
     """
+    if self.gpu is not None and (gpu := gpu_of(self, tensor, "tensor")) is not None:
+        return gpu.all_reduce(tensor, op, ring_mode=ring_mode, num_blocks=num_blocks)
     if (ring_mode is not None or num_blocks) and _by_ring(self, tensor, op, ring_mode, num_blocks):
         return
     try:
         block = self.all_reductions[tensor.dtype, op] if tensor.is_cpu else 0
-        address = tensor.data_ptr()
-        fit = block and address and tensor.is_contiguous() and not tensor.is_neg()
+        fit = block and (address := tensor.data_ptr()) and tensor.is_contiguous() and not tensor.is_neg()
     except (AttributeError, KeyError, TypeError, RuntimeError):
         fit = False
     if not fit:
-        if (gpu := gpu_of(self, tensor, "tensor")) is not None:
-            return gpu.all_reduce(tensor, op)
+        gpu_of(self, tensor, "tensor")
         check_tensor(tensor, "tensor")
         block = prepared(self, Kind.all_reduce, tensor.dtype, op)
         self.all_reductions[tensor.dtype, op] = block
@@ -86,9 +86,7 @@ def _by_ring(
     self: Communicator, tensor: torch.Tensor, op: object, ring_mode: RingMode | Plan | None, num_blocks: int
 ) -> bool:
     """All-reduce by a plan. False, and nothing done, if the mode is the direct one."""
-    if (gpu := gpu_of(self, tensor, "tensor")) is not None:
-        gpu.all_reduce(tensor, op, ring_mode=ring_mode, num_blocks=num_blocks)
-        return True
+    gpu_of(self, tensor, "tensor")
     check_tensor(tensor, "tensor")
     block = ring_block(self, Kind.all_reduce, tensor.dtype, op, ring_mode, num_blocks)
     if not block:

@@ -25,11 +25,11 @@ class Ranked(Protocol):
 
 
 def gpu_of(comm: Communicator, tensor: object, name: str) -> GpuCollectives | None:
-    """The GPU side of the communicator if the tensor is on a GPU. Raises ArgumentError if there is none."""
+    """The GPU side of the communicator if the tensor is on a GPU; on which, its calls check. Raises ArgumentError if
+    there is none."""
     if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
         return None
-    gpu = comm.gpu
-    return gpu if gpu is not None and tensor.get_device() == gpu.ordinal else comm.gpu_on(tensor.device, name)
+    return comm.gpu if comm.gpu is not None else comm.gpu_on(tensor.device, name)
 
 
 def check_dense(tensor: object, name: str, device: torch.device = _CPU) -> None:
@@ -92,6 +92,8 @@ def prepare_pair(
 
     The look-up is for speed: most calls are right, and like one before.
     """
+    if comm.gpu is not None and gpu_of(comm, output, "output") is not None:
+        return None
     try:
         dtype = input.dtype
         prepared = comm.calls[kind, dtype]
@@ -110,8 +112,7 @@ def prepare_pair(
     except (AttributeError, KeyError, RuntimeError, TypeError):
         fit = False
     if not fit:
-        if gpu_of(comm, output, "output") is not None:
-            return None
+        gpu_of(comm, output, "output")
         check_pair(output, input, outputs_per_input, inputs_per_output)
         prepared = encode(kind, input.dtype)
         if not input.dtype.is_complex:  # these may be lazily conjugated, which only check_tensor sees
@@ -134,6 +135,8 @@ def prepare_rooted(
     comm: Communicator, kind: Kind, tensor: torch.Tensor, root: int, name: str
 ) -> int | None:
     """As ``prepare_pair``, for the one tensor of a call with a root."""
+    if comm.gpu is not None and gpu_of(comm, tensor, "tensor") is not None:
+        return None
     try:
         prepared = comm.calls[kind, tensor.dtype, root]
         fit = (
@@ -142,8 +145,7 @@ def prepare_rooted(
     except (AttributeError, KeyError, RuntimeError, TypeError):
         fit = False
     if not fit:
-        if gpu_of(comm, tensor, "tensor") is not None:
-            return None
+        gpu_of(comm, tensor, "tensor")
         check_tensor(tensor, "tensor")
         check_rank(comm, root, name)
         prepared = encode(kind, tensor.dtype, root=root)

@@ -11,6 +11,7 @@ gives up, or in wrong data. Only split sizes and sizes of messages are compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
@@ -39,6 +40,8 @@ _HOST_CHANNEL = 0  # of the compare-and-swap pads
 _BAD = (AttributeError, KeyError, RuntimeError, TypeError)  # of arguments that cannot be looked up
 
 Call = Callable[..., None]
+Place = tuple[int, int, int]
+"""Address, bytes in all, and bytes from one rank's part to the next: 0 if they have one."""
 
 
 class GpuCollectives(GpuMemory):
@@ -50,14 +53,29 @@ class GpuCollectives(GpuMemory):
 
     _engine: AllGatherCopyEngine | None = None
 
-    def find(self, key: tuple[object, ...], make: Callable[[], Call]) -> Call:
-        """The prepared call; made, and kept, if it is new."""
-        call = self._calls.get(key)
-        if call is None:
-            if len(self._calls) >= _MAX_PREPARED:
-                self._calls.clear()
-            call = self._calls[key] = make()
+    def prepared(self, make: Callable[..., Call], *facts: object) -> Call:
+        """``make(*facts)``, which is kept. ``facts``: what all ranks know alike of a call."""
+        key = make, facts
+        try:
+            call = self._calls.get(key)
+        except TypeError:  # an op that cannot even be looked up
+            call = None
+        return call or self._keep_call(key, make(*facts))
+
+    def _keep_call(self, key: tuple[object, ...], call: Call) -> Call:
+        if len(self._calls) >= _MAX_PREPARED:
+            self._calls.clear()
+        self._calls[key] = call
         return call
+
+    def _pair(
+        self, output: torch.Tensor, input: torch.Tensor, outputs_per_input: int, inputs_per_output: int
+    ) -> tuple[int, int]:
+        """Where output and input lie. Raises what ``check_pair`` raises."""
+        target, source = self.address_of(output, "output"), self.address_of(input, "input")
+        if output.dtype is not input.dtype or output.nbytes * inputs_per_output != input.nbytes * outputs_per_input:
+            check_pair(output, input, outputs_per_input, inputs_per_output, self.device)
+        return target, source
 
     # Reductions.
 
@@ -72,33 +90,37 @@ class GpuCollectives(GpuMemory):
             self.check_tensor(tensor, "tensor")
             if by_ring(self, Kind.all_reduce, tensor, tensor, op, ring_mode, num_blocks):
                 return
-        try:
+        try:  # ``prepared`` and ``address_of``, without their calls: this is the call whose time matters most
             call = self._calls[tensor.dtype, op, tensor.numel()]
-            fit = tensor.get_device() == self.ordinal and tensor.is_contiguous() and not tensor.is_neg()
-            fit = fit and tensor.data_ptr() != 0
+            fit = (
+                tensor.get_device() == self.ordinal
+                and (address := tensor.data_ptr())
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+            )
         except _BAD:
             fit = False
         if not fit:
             self.check_tensor(tensor, "tensor")
-            dtype, own_op = parse_reduction(tensor.dtype, op)
-            key, count = (tensor.dtype, op, tensor.numel()), tensor.numel()
-            call = self.find(key, lambda: self._prepare_all_reduce(dtype, own_op, count))
-        call(tensor)
+            facts, address = (tensor.dtype, op, tensor.numel()), tensor.data_ptr()
+            call = self._keep_call(facts, self._prepare_all_reduce(*facts))
+        call(address)
 
-    def _prepare_all_reduce(self, dtype: DType, op: Op, count: int) -> Call:
+    def _prepare_all_reduce(self, of: torch.dtype, by: object, count: int) -> Call:
+        dtype, op = parse_reduction(of, by)
         if self.world_size == 1 or count == 0:
-            return lambda tensor: self.check()
+            return lambda address: self.check()
         num_bytes = count * dtype.itemsize
         ordinary, symmetric = (self.choose_all_reduce(num_bytes, dtype, each) for each in (False, True))
         if symmetric == ordinary:
             return self._direct(ordinary, dtype, op, count)
         forms: dict[bool, Call] = {}  # a kernel takes half a second to compile: each when it is needed
 
-        def call(tensor: torch.Tensor) -> None:
-            inside = self.symmetric_offset(tensor) >= 0
+        def call(address: int) -> None:
+            inside = self.is_symmetric(address, num_bytes)
             if inside not in forms:
                 forms[inside] = self._direct(symmetric if inside else ordinary, dtype, op, count)
-            forms[inside](tensor)
+            forms[inside](address)
 
         return call
 
@@ -115,31 +137,25 @@ class GpuCollectives(GpuMemory):
         function, run, grid = self.compiled(self.kernel_of_all_reduce(shape, dtype, op)), self.run, shape.grid
         own = self.heap.own_address
         if shape.algorithm is Algorithm.two_shot:  # takes an offset
-            return lambda tensor: run(function, 0, tensor.data_ptr() - own, count, grid)
+            return lambda address: run(function, 0, address - own, count, grid)
         if keeps:
-
-            def call(tensor: torch.Tensor) -> None:
-                address = tensor.data_ptr()
-                run(function, address, address, count, grid)
-
-            return call
+            return lambda address: run(function, address, address, count, grid)
         if (num_bytes := count * dtype.itemsize) <= self.scratch_bytes:
             nowhere = own + self.scratch(num_bytes)
-            return lambda tensor: run(function, tensor.data_ptr(), nowhere, count, grid)
-        return lambda tensor: run(function, tensor.data_ptr(), torch.empty_like(tensor).data_ptr(), count, grid)
+            return lambda address: run(function, address, nowhere, count, grid)
+        somewhere = partial(torch.empty, num_bytes, dtype=torch.uint8, device=self.device)
+        return lambda address: run(function, address, somewhere().data_ptr(), count, grid)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: object = "sum") -> None:
         """As ``all_reduce``, but only rank ``dst`` gets the result; the other ranks' tensors keep their values."""
-        self.check_tensor(tensor, "tensor")
+        address = self.address_of(tensor, "tensor")
         check_rank(self, dst, "dst")
-        dtype, own_op = parse_reduction(tensor.dtype, op)
-        keeps, count = dst == self.rank, tensor.numel()
-        key = (Kind.reduce, dtype, own_op, count, keeps)
-        self.find(key, lambda: self._prepare_reduce(dtype, own_op, count, keeps))(tensor)
+        self.prepared(self._prepare_reduce, tensor.dtype, op, tensor.numel(), dst == self.rank)(address)
 
-    def _prepare_reduce(self, dtype: DType, op: Op, count: int, keeps: bool) -> Call:
+    def _prepare_reduce(self, of: torch.dtype, by: object, count: int, keeps: bool) -> Call:
+        dtype, op = parse_reduction(of, by)
         if self.world_size == 1 or count == 0:
-            return lambda tensor: self.check()
+            return lambda address: self.check()
         shape = self.choose_all_reduce(count * dtype.itemsize, dtype, False)
         return self._direct(shape, dtype, op, count, keeps)
 
@@ -149,31 +165,33 @@ class GpuCollectives(GpuMemory):
     ) -> None:  # fmt: skip
         """Leaves part ``rank`` of the reduction of all inputs in ``output``, which may be that part of ``input``.
         A large symmetric input is read in place; other data go through staging memory, pipelined."""
-        check_pair(output, input, 1, self.world_size, self.device)
-        check_place(self, input.data_ptr(), output.data_ptr(), output.nbytes, "input", "output")
-        if ring_mode is None and input.nbytes >= self.ring_from[1]:
+        target, source = self._pair(output, input, 1, self.world_size)
+        num_bytes = output.nbytes
+        check_place(self, source, target, num_bytes, "input", "output")
+        if ring_mode is None and num_bytes * self.world_size >= self.ring_from[1]:
             ring_mode = self.ring_from[0]
         if (ring_mode is not None or num_blocks) and by_ring(
             self, Kind.reduce_scatter_tensor, output, input, op, ring_mode, num_blocks
         ):
             return
-        dtype, own_op = parse_reduction(input.dtype, op)
-        count, offset = output.numel(), self.symmetric_offset(input)
-        key = (Kind.reduce_scatter_tensor, dtype, own_op, count, offset >= 0)
-        call = self.find(key, lambda: self._prepare_reduce_scatter(dtype, own_op, count, offset >= 0))
-        call(output, input, offset)
+        if self.world_size == 1:
+            parse_reduction(input.dtype, op)
+            return self._keep(output, input)
+        symmetric = self.is_symmetric(source, num_bytes * self.world_size)
+        self.prepared(self._prepare_reduce_scatter, input.dtype, op, output.numel(), symmetric)(target, source)
 
-    def _prepare_reduce_scatter(self, dtype: DType, op: Op, count: int, symmetric: bool) -> Call:
-        if self.world_size == 1 or count == 0:
-            return lambda output, input, offset: self._keep(output, input)
+    def _prepare_reduce_scatter(self, of: torch.dtype, by: object, count: int, symmetric: bool) -> Call:
+        dtype, op = parse_reduction(of, by)
+        if count == 0:
+            return lambda target, source: self.check()
         shape = select_gpu.choose_reduce_scatter(
             count * dtype.itemsize, dtype, self.world_size, self.num_sms, symmetric, self.thresholds
         )
         kernel = instances.reduce_scatter(shape, dtype, op, self.world_size, self.arch_number, self.early)
-        function, run, grid = self.compiled(kernel), self.run, shape.grid
-        if shape.algorithm is Algorithm.pull:
-            return lambda output, _, offset: run(function, 0, offset, output.data_ptr(), count, grid)
-        return lambda output, input, _: run(function, input.data_ptr(), output.data_ptr(), count, grid)
+        function, run, grid, own = self.compiled(kernel), self.run, shape.grid, self.heap.own_address
+        if shape.algorithm is Algorithm.pull:  # takes an offset
+            return lambda target, source: run(function, 0, source - own, target, count, grid)
+        return lambda target, source: run(function, source, target, count, grid)
 
     # Calls that move data, of any dtype.
 
@@ -188,19 +206,21 @@ class GpuCollectives(GpuMemory):
     ) -> None:
         """Gathers all ranks' inputs, in rank order, on every rank. ``input`` may be part ``rank`` of ``output``.
         ``max_ctas``: the most CTAs that the kernel takes."""
-        check_pair(output, input, self.world_size, 1, self.device)
-        check_place(self, output.data_ptr(), input.data_ptr(), input.nbytes, "output", "input")
+        target, source = self._pair(output, input, self.world_size, 1)
+        num_bytes = input.nbytes
+        check_place(self, target, source, num_bytes, "output", "input")
         if self.world_size == 1:
             return self._keep(output, input)
         num_sms = min(self.num_sms, max_ctas or self.num_sms)
-        self._spread(input, 0, output, input.nbytes, input.nbytes, num_sms=num_sms)
+        whole = num_bytes * self.world_size
+        self._spread(num_bytes, (source, num_bytes, 0), (target, whole, num_bytes), num_sms=num_sms)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Copies rank ``src``'s tensor into every other rank's."""
-        self.check_tensor(tensor, "tensor")
+        address, num_bytes = self.address_of(tensor, "tensor"), tensor.nbytes
         check_rank(self, src, "src")
         if self.world_size > 1:
-            self._spread(tensor, 0, tensor, 0, tensor.nbytes, src)
+            self._spread(num_bytes, (address, num_bytes, 0), (address, num_bytes, 0), src)
 
     def all_to_all_single(
         self,
@@ -213,27 +233,25 @@ class GpuCollectives(GpuMemory):
         disagree about split sizes, ``check`` and the next call raise MismatchError."""
         if output_split_sizes or input_split_sizes:
             return self._uneven(output, input, output_split_sizes, input_split_sizes)
-        check_pair(output, input, 1, 1, self.device)
+        target, source = self._pair(output, input, 1, 1)
         part = even_part(self, output, input) * input.element_size()
         if self.world_size == 1:
             return self._keep(output, input)
-        if output.data_ptr() == input.data_ptr() and self.symmetric_offset(output) >= 0:
+        whole = part * self.world_size
+        if target == source and self.is_symmetric(target, whole):
             input = input.clone()  # peers may write to the output while it is read
-        self._spread(input, part, output, part, part)
+            source = input.data_ptr()
+        self._spread(part, (source, whole, part), (target, whole, part))
 
-    def _spread(
-        self, source: torch.Tensor, source_pitch: int, target: torch.Tensor, target_pitch: int, num_bytes: int,
-        sender: int = -1, num_sms: int = 0,
-    ) -> None:  # fmt: skip
+    def _spread(self, num_bytes: int, source: Place, target: Place, sender: int = -1, num_sms: int = 0) -> None:
         """The calls in the table of ``kernels.gpu.all_gather``; ``num_bytes`` of a part. ``num_sms``: that the kernel
         may use, if not all."""
         if num_bytes == 0:
             return self.check()
-        out_of, into = self.symmetric_offset(source), self.symmetric_offset(target)
-        how = (num_bytes, source_pitch == 0, out_of >= 0, into >= 0, num_sms or self.num_sms)
-        self.find((Kind.all_gather_into_tensor, *how), lambda: self._prepare_spread(*how))(
-            source.data_ptr(), out_of, source_pitch, target.data_ptr(), into, target_pitch, sender
-        )
+        (start, whole, pitch), (place, room, stride) = source, target
+        symmetric = self.is_symmetric(start, whole), self.is_symmetric(place, room)
+        call = self.prepared(self._prepare_spread, num_bytes, pitch == 0, *symmetric, num_sms or self.num_sms)
+        call(start, pitch, place, stride, sender)
 
     def _prepare_spread(
         self, num_bytes: int, same: bool, source_symmetric: bool, target_symmetric: bool, num_sms: int
@@ -241,24 +259,21 @@ class GpuCollectives(GpuMemory):
         shape = select_gpu.choose_all_gather(
             num_bytes, self.world_size, num_sms, source_symmetric, target_symmetric, self.thresholds, copy_engine=True
         )
-        run = self.run
+        run, own = self.run, self.heap.own_address  # what is written or read at peers is given by its offset
         if shape.algorithm is Algorithm.copy_engine:
             engine = self.copy_engine()
-            return lambda source, _, source_pitch, target, into, target_pitch, sender: run(
-                engine, source, source_pitch, into, target_pitch, num_bytes, sender
+            return lambda source, pitch, target, stride, sender: run(
+                engine, source, pitch, target - own, stride, num_bytes, sender
             )
-        function = self.compiled(instances.all_gather(shape, self.world_size, same, self.early))
-
-        def call(
-            source: int, out_of: int, source_pitch: int, target: int, into: int, target_pitch: int, sender: int
-        ) -> None:
-            ends = (source_pitch, target_pitch, num_bytes, sender, shape.grid)
-            if shape.algorithm is Algorithm.push:
-                run(function, 0, source, ends[0], into, *ends[1:])
-            else:
-                run(function, out_of if shape.algorithm is Algorithm.pull else source, ends[0], target, *ends[1:])
-
-        return call
+        function, grid = self.compiled(instances.all_gather(shape, self.world_size, same, self.early)), shape.grid
+        if shape.algorithm is Algorithm.push:
+            return lambda source, pitch, target, stride, sender: run(
+                function, 0, source, pitch, target - own, stride, num_bytes, sender, grid
+            )
+        first = own if shape.algorithm is Algorithm.pull else 0
+        return lambda source, pitch, target, stride, sender: run(
+            function, source - first, pitch, target, stride, num_bytes, sender, grid
+        )
 
     def copy_engine(self) -> AllGatherCopyEngine:
         """The copy engines of this communicator; they have a stream of their own."""
@@ -281,14 +296,13 @@ class GpuCollectives(GpuMemory):
         output_split_sizes: Sequence[int] | None,
         input_split_sizes: Sequence[int] | None,
     ) -> None:
-        self.check_tensor(output, "output")
-        self.check_tensor(input, "input")
+        target, source = self.address_of(output, "output"), self.address_of(input, "input")
         if output.dtype is not input.dtype:
             raise DTypeError(f"output and input must have one dtype, got {output.dtype} and {input.dtype}")
         comes = row_bytes(self, output, output_split_sizes, "output")
         goes = row_bytes(self, input, input_split_sizes, "input")
         check_apart(output, input, "uneven splits do not allow it")
-        self._exchange([*zip(*goes, *comes, strict=True)], input.data_ptr(), output.data_ptr())
+        self._exchange([*zip(*goes, *comes, strict=True)], source, target)
 
     def _exchange(self, rows: Sequence[tuple[int, int, int, int]], source: int = 0, target: int = 0) -> None:
         """Parts of any size, a row for each rank: bytes that go there and their offset from ``source``, bytes that come
@@ -302,10 +316,9 @@ class GpuCollectives(GpuMemory):
         self, tensor: torch.Tensor, gather_list: Sequence[torch.Tensor] | None = None, dst: int = 0
     ) -> None:
         """Collects all ranks' tensors on rank ``dst``, in ``gather_list``, which is None elsewhere."""
-        self.check_tensor(tensor, "tensor")
+        address, size = self.address_of(tensor, "tensor"), tensor.nbytes
         check_rank(self, dst, "dst")
         parts = check_list(self, gather_list, tensor, "gather_list", dst, self.device)
-        size, address = tensor.nbytes, tensor.data_ptr()
         comes = [(size, part.data_ptr()) for part in parts] or [(0, 0)] * self.world_size
         self._exchange([(size if p == dst else 0, address, *comes[p]) for p in range(self.world_size)])
 
@@ -313,18 +326,16 @@ class GpuCollectives(GpuMemory):
         self, tensor: torch.Tensor, scatter_list: Sequence[torch.Tensor] | None = None, src: int = 0
     ) -> None:
         """Sends tensor p of rank ``src``'s list to rank p."""
-        self.check_tensor(tensor, "tensor")
+        address, size = self.address_of(tensor, "tensor"), tensor.nbytes
         check_rank(self, src, "src")
         parts = check_list(self, scatter_list, tensor, "scatter_list", src, self.device)
-        size, address = tensor.nbytes, tensor.data_ptr()
         goes = [(size, part.data_ptr()) for part in parts] or [(0, 0)] * self.world_size
         self._exchange([(*goes[p], size if p == src else 0, address) for p in range(self.world_size)])
 
     def all_gather(self, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """As ``all_gather_into_tensor``, with an output of its own for what each rank sends."""
-        self.check_tensor(tensor, "tensor")
+        address, size = self.address_of(tensor, "tensor"), tensor.nbytes
         parts = check_list(self, tensor_list, tensor, "tensor_list", self.rank, self.device)
-        size, address = tensor.nbytes, tensor.data_ptr()
         self._exchange([(size, address, size, part.data_ptr()) for part in parts])
 
     def all_to_all(self, output_list: Sequence[torch.Tensor], input_list: Sequence[torch.Tensor]) -> None:
@@ -346,11 +357,11 @@ class GpuCollectives(GpuMemory):
         self._message(tensor, src, "src", False)
 
     def _message(self, tensor: torch.Tensor, peer: int, name: str, sends: bool) -> None:
-        self.check_tensor(tensor, "tensor")
+        address = self.address_of(tensor, "tensor")
         check_rank(self, peer, name)
         if peer == self.rank:
             raise ArgumentError(f"{name}={peer} is the calling rank itself")
-        self.launch(Message(world_size=self.world_size, sends=sends), tensor.data_ptr(), tensor.nbytes, peer)
+        self.launch(Message(world_size=self.world_size, sends=sends), address, tensor.nbytes, peer)
 
     def barrier(
         self, *, algorithm: str = "all_to_all", protocol: str = "epoch", timeout_s: float | None = None

@@ -194,8 +194,12 @@ class GpuMemory:
 
     def symmetric_offset(self, tensor: torch.Tensor) -> int:
         """Heap offset of a tensor that all ranks know to be symmetric, else -1."""
-        offset = tensor.data_ptr() - self.heap.own_address
-        return offset if (offset, tensor.nbytes) in self._symmetric else -1
+        address = tensor.data_ptr()
+        return address - self.heap.own_address if self.is_symmetric(address, tensor.nbytes) else -1
+
+    def is_symmetric(self, address: int, num_bytes: int) -> bool:
+        """Whether a tensor of so many bytes there is one that all ranks know to be symmetric."""
+        return (address - self.heap.own_address, num_bytes) in self._symmetric
 
     def add_symmetric(self, offset: int, num_bytes: int) -> None:
         """Notes, on all ranks alike, that these bytes are a symmetric tensor."""
@@ -223,6 +227,25 @@ class GpuMemory:
         """Raises ArgumentError unless it is dense, contiguous, and on the device."""
         check_tensor(tensor, name, self.device)
 
+    def address_of(self, tensor: torch.Tensor, name: str) -> int:
+        """Where the tensor's data lie. Raises what ``check_tensor`` raises, which is asked only if all is not well:
+        it takes longer."""
+        try:
+            address = tensor.data_ptr()
+            fit = (
+                address
+                and tensor.get_device() == self.ordinal
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+                and not tensor.is_conj()
+            )
+        except (AttributeError, RuntimeError):
+            fit = False
+        if not fit:
+            self.check_tensor(tensor, name)
+            address = tensor.data_ptr()
+        return address
+
     # Launches.
 
     def launch(self, kernel: Kernel, *arguments: object) -> None:
@@ -238,24 +261,20 @@ class GpuMemory:
 
     def run(self, function: Callable[..., None], *arguments: object) -> None:
         """``launch`` for a kernel that is compiled already."""
-        stream = self.follow_stream()
+        if self._word.value:
+            self.check()
+        stream: int = torch._C._cuda_getCurrentRawStream(self.ordinal)
+        if stream != self._stream:
+            self._change_stream(stream)
         if torch._C._cuda_getDevice() == self.ordinal:
             function(self.base, self.stride, self.rank, *arguments, stream)
         else:
             with torch.cuda.device(self.device):
                 function(self.base, self.stride, self.rank, *arguments, stream)
 
-    def follow_stream(self) -> int:
-        """The current stream, behind the last call wherever that was. Raises what ``check`` raises."""
-        if self._word.value:
-            self.check()
-        stream: int = torch._C._cuda_getCurrentRawStream(self.ordinal)
-        if stream != self._stream:
-            self._change_stream(stream)
-        return stream
-
     def _change_stream(self, stream: int) -> None:
-        """Lets the current stream wait for the last one, unless one of them, and not the other, is being captured."""
+        """Lets the current stream wait for that of the last call, wherever that was, unless one of them, and not the
+        other, is being captured."""
         streams, last = self.streams, self._last
         current = streams.current()
         if last is not None and streams.run_on(current, capturing) == streams.run_on(last, capturing):

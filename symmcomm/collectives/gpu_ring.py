@@ -35,9 +35,7 @@ def by_ring(
 ) -> bool:
     """Enqueues the call by a plan; ``num_blocks`` is its number of CTAs. False, and nothing done, if the mode is the
     direct exchange. Raises what ``collectives.ring.checked_plan`` does."""
-    dtype, own_op = parse_reduction(input.dtype, op)
-    key = ("ring", kind, dtype, own_op, input.numel(), mode, num_blocks)
-    call = gpu.find(key, lambda: _prepare(gpu, kind, dtype, own_op, input.numel(), mode, num_blocks))
+    call = gpu.prepared(_prepare, gpu, kind, *parse_reduction(input.dtype, op), input.numel(), mode, num_blocks)
     if call is _direct:
         return False
     call(output, input)

@@ -129,6 +129,7 @@ def register(self: Communicator, tensor: torch.Tensor) -> RegisteredMemory:
     gpu = gpu_of(self, tensor, "tensor")
     if gpu is None:
         raise ArgumentError("tensor must be on a GPU: memory of the host cannot be registered")
+    check_dense(tensor, "tensor", gpu.device)
     return register_memory(gpu.cuda_device, self.rank, tensor, self.all_gather_bytes)
 
 

@@ -120,7 +120,6 @@ def test_a_virtual_rank_has_what_the_calls_need(monkeypatch: pytest.MonkeyPatch)
     launched: list[tuple[int, ...]] = []
     monkeypatch.setattr(virtual_place, "compiled", lambda kernel, arch: lambda *arguments: launched.append(arguments))
     monkeypatch.setattr(VirtualRank, "run", lambda self, function, *arguments: function(*arguments))
-    monkeypatch.setattr(VirtualRank, "follow_stream", lambda self: 0)
     staging, stride = 8 << 20, reserved(2, 8 << 20) + (8 << 20)
     memory = torch.zeros(2 * stride, dtype=torch.uint8)
     world = SimpleNamespace(

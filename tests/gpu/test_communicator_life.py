@@ -300,7 +300,7 @@ def bad_arguments(num_gpus: int) -> None:
         ]
         if NUM_GPUS > 1:
             there = torch.ones(3, device=f"cuda:{1 - here.index}")
-            words = f"tensor is on {there.device}, this communicator's GPU is {here}"
+            words = f"tensor must be on device {here}, it is on {there.device}"
             bad.append((lambda: comm.all_reduce(there), words))
         for call, words in bad:
             with pytest.raises(ArgumentError, match=words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,20 @@ def test_the_disk_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found.write_bytes(b"half of a file")
     compiled(kernel, "sm_90a", tmp_path)
     assert found.stat().st_size > 1000
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from symmcomm.kernels.gpu import compile as module
+
+    temporary, no_folder = tmp_path / "temporary", tmp_path / "file"
+    temporary.mkdir()
+    no_folder.touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(module, "_loaded", {})
+    function = compiled(ll(DType.float32, Op.sum, "sm_90a", 2), "sm_90a", no_folder)
+    with pytest.raises(TypeError, match="Expects 8 parameters"):
+        function(1, 2, 3)
+    assert not [*temporary.iterdir()]
 
 
 def test_architecture() -> None:

@@ -52,9 +52,6 @@ class Dry(GpuCollectives):
     def check(self) -> None:
         pass
 
-    def follow_stream(self) -> int:
-        return 0
-
     def compiled(self, kernel: Any) -> Any:
         function = compiled(kernel, self.arch)
         self._names[id(function)] = type(kernel).__name__
@@ -238,6 +235,25 @@ def test_prepared_calls_refuse_what_has_no_memory(gpu: Dry) -> None:
         with pytest.raises(ArgumentError, match="has no memory"):
             call(emptied)
     assert gpu.kernels() == []
+
+
+def test_prepared_calls_refuse_lazy_views(gpu: Dry) -> None:
+    real, complex_, whole = torch.ones(100), torch.ones(4, dtype=torch.complex64), torch.ones(8, dtype=torch.complex64)
+    negative, conjugate = torch._neg_view(real), complex_.conj()
+    calls: list[tuple[Any, torch.Tensor, torch.Tensor]] = [
+        (gpu.all_reduce, real, negative),
+        (lambda tensor: gpu.reduce(tensor, 0), real, negative),
+        (lambda tensor: gpu.broadcast(tensor, 0), complex_, conjugate),
+        (lambda tensor: gpu.all_gather_into_tensor(whole, tensor), complex_, conjugate),
+        (lambda tensor: gpu.reduce_scatter_tensor(real[:50], tensor), real, negative),
+        (lambda tensor: gpu.all_to_all_single(torch.ones(100), tensor), real, negative),
+    ]
+    for call, tensor, view in calls:
+        call(tensor)
+        assert gpu.kernels()
+        with pytest.raises(ArgumentError, match="lazy conjugate or negative view"):
+            call(view)
+        assert gpu.kernels() == []
 
 
 def test_freed_memory_is_no_longer_symmetric() -> None:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,42 +55,57 @@ def compiled(kernel: Kernel, arch: str, directory: Path | None = None) -> Callab
     found = _loaded.get((kernel, arch))
     if found is None:
         path = (directory or default_directory()) / f"{_digest(kernel, arch)}.o"
-        found = _load(path) if path.exists() else None
-        if found is None:
-            built = compile_kernel(kernel, arch)
-            _export(built, path)
-            found = _load(path) or built  # what was loaded is called without a wrapper in Python
-        _loaded[kernel, arch] = found
+        found = _loaded[kernel, arch] = _cached(path) or _build(kernel, arch, path)
     return found
 
 
 def compile_kernel(kernel: Kernel, arch: str, options: str = "") -> Any:
-    """Compiles without a cache, and without a GPU. ``options``: more of CuTe DSL's, such as ``--keep-ptx``."""
+    """Compiles without a cache, and without a GPU. ``options``: more of CuTe DSL's, such as ``--keep-ptx``.
+
+    The result is there to be exported, not called. Where there is a GPU that runs it, CuTe DSL would make it callable,
+    for which it generates the host's half twice more: a quarter of the time of a whole compilation.
+    """
     call: Any = kernel
-    return cute.compile(
-        call, *kernel.arguments(), make_fake_stream(), options=f"--enable-tvm-ffi --gpu-arch {arch} {options}"
-    )
+    options = f"--enable-tvm-ffi --gpu-arch {arch} {options}"
+    return cute.compile(call, *kernel.arguments(), make_fake_stream(), options=options, no_jit_engine=True)
 
 
-def _load(path: Path) -> Callable[..., None] | None:
-    """None for an object that cannot be loaded; the caller replaces it."""
-    try:
-        function: Callable[..., None] = load_module(str(path), enable_tvm_ffi=True)[_FUNCTION]
-    except (RuntimeError, OSError, AttributeError):
-        return None
+def _load(path: Path) -> Callable[..., None]:
+    """What an object holds. It is called without a wrapper in Python, and needs the file no more."""
+    function: Callable[..., None] = load_module(str(path), enable_tvm_ffi=True)[_FUNCTION]
     return function
 
 
-def _export(built: Any, path: Path) -> None:
-    """A cache that cannot be written costs a compilation a run, no more."""
+def _cached(path: Path) -> Callable[..., None] | None:
+    """None if there is no object, or one that cannot be loaded; the caller replaces it."""
     try:
+        return _load(path) if path.exists() else None
+    except (RuntimeError, OSError, AttributeError):
+        return None
+
+
+def _build(kernel: Kernel, arch: str, path: Path) -> Callable[..., None]:
+    """Compiles, and keeps the object. A cache that cannot be written costs a compilation a run, no more: the object
+    then passes through a temporary file. Raises OSError if there can be none either."""
+    built = compile_kernel(kernel, arch)
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".o.tmp")
-        os.close(handle)
-        built.export_to_c(name, function_name=_FUNCTION)
-        os.replace(name, path)
-    except OSError:
-        return
+        return _through(built, path.parent, path)
+    return _through(built, Path(tempfile.gettempdir()), None)
+
+
+def _through(built: Any, folder: Path, path: Path | None) -> Callable[..., None]:
+    """Loads what was compiled from a new file in the folder, which then becomes ``path``, or goes."""
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".o.tmp")
+    os.close(handle)
+    try:
+        built.export_to_c(name, function_name=_FUNCTION, export_only_tvm_ffi_symbols=True)
+        function = _load(Path(name))
+        if path is not None:
+            os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+    return function
 
 
 def _digest(kernel: Kernel, arch: str) -> str:

@@ -39,12 +39,14 @@ class Contest:
     Attributes:
         field: of ``Thresholds``.
         small_first: it counts up to where the small sizes' kernel pays, not from where the large sizes' one does.
+        scaled: with the world size, in the selection.
         sizes: in bytes of what the threshold counts, between two ranks.
         prepare: the call to be timed, on tensors of such a size, and its symmetric tensor.
     """
 
     field: str
     small_first: bool
+    scaled: bool = False
     sizes: tuple[int, ...]
     prepare: Prepare
 
@@ -58,14 +60,16 @@ def join(launch: Launch, settings: Settings) -> Communicator:
     return init(device="cuda", settings=settings)
 
 
-def _tensor(comm: Communicator, num_bytes: int, symmetric: bool) -> torch.Tensor:
+def _tensor(
+    comm: Communicator, num_bytes: int, symmetric: bool, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     if symmetric:
-        return comm.empty(num_bytes // 2, dtype=torch.bfloat16, device="cuda").zero_()
-    return torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=comm.gpu_side.device)
+        return comm.empty(num_bytes // dtype.itemsize, dtype=dtype, device="cuda").zero_()
+    return torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=comm.gpu_side.device)
 
 
 def _all_reduce(comm: Communicator, num_bytes: int) -> tuple[Callable[[], None], torch.Tensor | None]:
-    tensor = _tensor(comm, num_bytes, True)
+    tensor = _tensor(comm, num_bytes, True, torch.int32)  # floats need no flags
     return lambda: comm.gpu_side.all_reduce(tensor), tensor
 
 
@@ -84,8 +88,12 @@ def _powers(first: int, last: int) -> tuple[int, ...]:
 
 
 CONTESTS = (
-    Contest(field="all_reduce_ll_bytes", small_first=True, sizes=_powers(15, 22), prepare=_all_reduce),
-    Contest(field="ll_bytes", small_first=True, sizes=_powers(14, 21), prepare=partial(_all_gather, pushes=False)),
+    Contest(field="all_reduce_ll_bytes", small_first=True, scaled=True, sizes=_powers(15, 22), prepare=_all_reduce),
+    Contest(
+        field="ll_bytes", small_first=True, scaled=True, sizes=_powers(14, 21),
+        prepare=partial(_all_gather, pushes=False),
+    ),
+    Contest(field="words_bytes", small_first=True, sizes=_powers(17, 24), prepare=_reduce_scatter),
     Contest(field="push_bytes", small_first=False, sizes=_powers(18, 25), prepare=partial(_all_gather, pushes=True)),
     Contest(field="pull_bytes", small_first=False, sizes=_powers(19, 26), prepare=_reduce_scatter),
 )
@@ -129,8 +137,8 @@ def tune(comm: Communicator, rounds: int, say: Say) -> Thresholds:
 
 
 def _threshold(comm: Communicator, lane: Lane, contest: Contest, rounds: int, say: Say) -> int:
-    """Where the curves cross. Thresholds of small sizes are scaled by the world size in the selection."""
-    scale = comm.world_size * (comm.world_size - 1) / 2 if contest.small_first else 1.0
+    """Where the curves cross."""
+    scale = comm.world_size * (comm.world_size - 1) / 2 if contest.scaled else 1.0
     sizes = [max(4096, int(each / scale) // 4096 * 4096) for each in contest.sizes]
     pairs = []
     for num_bytes in sizes:

@@ -25,8 +25,10 @@ AHEAD = 2
 """Chunks that a staged kernel sends before it takes the first one."""
 DEPTH = 2 * AHEAD
 """Slots for chunks; a power of two, as 32-bit chunk numbers wrap around."""
-CHANNEL_WORDS_BYTES = 64 << 10
-"""Memory of a channel for words that announce themselves: ``[parity of the epoch][sender][words]``."""
+NUM_WORDS_CHANNELS = 128
+"""CTAs that a kernel of words that announce themselves can have."""
+CHANNEL_WORDS_BYTES = 512 << 10
+"""Memory of a channel for such words: ``[parity of the epoch][sender][words]``."""
 SPLIT_BYTES = 32
 """Three i64 that go with the first chunk of an uneven all-to-all; see ``kernels.gpu.all_to_all``."""
 
@@ -101,7 +103,8 @@ class Layout:
         splits: ``[staged channel][number of the chunk mod DEPTH][sender]``, SPLIT_BYTES each.
         staging: CHANNEL_STAGING_BYTES a staged channel.
         staging_slot_bytes: a chunk of one sender; a multiple of 128.
-        words: CHANNEL_WORDS_BYTES a channel; 0 wherever nothing has arrived (see ``kernels.gpu.unflagged``).
+        words: CHANNEL_WORDS_BYTES each of the NUM_WORDS_CHANNELS; 0 wherever nothing has arrived (see
+            ``kernels.gpu.unflagged``).
         words_slot_bytes: what one sender may fill of a channel's at one epoch.
         data: from here on the heap is free for tensors.
     """
@@ -147,7 +150,7 @@ class Layout:
             staging_slot_bytes=CHANNEL_STAGING_BYTES // (DEPTH * world_size) // _LINE_BYTES * _LINE_BYTES,
             words=words,
             words_slot_bytes=CHANNEL_WORDS_BYTES // (2 * world_size) // _LINE_BYTES * _LINE_BYTES,
-            data=words + NUM_CHANNELS * CHANNEL_WORDS_BYTES,
+            data=words + NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES,
         )
 
 

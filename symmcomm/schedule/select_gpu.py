@@ -9,14 +9,21 @@ from dataclasses import dataclass
 from enum import Enum
 
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import LL_CELL_BYTES, NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout, ll_words
+from symmcomm.schedule.layout_gpu import (
+    LL_CELL_BYTES,
+    NUM_CHANNELS,
+    NUM_STAGED_CHANNELS,
+    NUM_WORDS_CHANNELS,
+    Layout,
+    ll_words,
+)
 
 _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
     (128, 1, 64), (256, 1, 80), (512, 1, 128), (384, 2, 128), (1024, 1, 128), (512, 3, 128), (1024, 1, NUM_CHANNELS),
     (1024, 2, NUM_CHANNELS), (512, 4, NUM_CHANNELS),
 )  # fmt: skip
-_WORDS_SHAPES = ((256, 1, 128), (512, 1, 128), (1024, 1, NUM_CHANNELS), (1024, 2, NUM_CHANNELS))  # vectors
-_WORDS_FROM = 192 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
+_WORDS_THREADS = (128, 256, 512)
+_WORDS_FROM = 48 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (8 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
 _LARGEST_STAGED = (32 << 10, 512)
 
@@ -28,8 +35,10 @@ class Thresholds:
 
     Attributes:
         all_reduce_ll_bytes: of the tensor, up to which LL pays in an all-reduce between two ranks.
-        one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not.
+        one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not; without flags: that
+            it sends more than in two.
         all_reduce_push_bytes: of the tensor, from which on pushing beats pulling in a two-shot all-reduce.
+        words_bytes: of a part that floats are reduced of, up to which LL without flags pays.
         ll_bytes: of a part, up to which LL pays in the other calls between two ranks.
         push_bytes: of a part, from which on pushing into symmetric targets beats staging.
         pull_bytes: of a part, from which on pulling from symmetric sources does, in a reduce-scatter.
@@ -39,6 +48,7 @@ class Thresholds:
     all_reduce_ll_bytes: int = 3 << 19
     one_shot_bytes: int = 2 << 20
     all_reduce_push_bytes: int = 8 << 20
+    words_bytes: int = 16 << 20
     ll_bytes: int = 7 << 18
     push_bytes: int = 1 << 20
     pull_bytes: int = 8 << 20
@@ -100,20 +110,19 @@ def ll_shape(
 
 
 def words_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) -> Launch | None:
-    """LL without flags, for parts of that size: one wave; None where it does not fit, or what is no float."""
+    """LL without flags, for parts of that size: a turn, as few threads as do; else two vectors a thread, in turns. None
+    where it does not fit, or what is no float."""
+    if not dtype.is_floating_point or dtype.itemsize > 4:
+        return None
     room = Layout.create(world_size).words_slot_bytes // 16
-    num_vectors = max(1, -(-part_bytes // 16))
-    for threads, unroll, most in _WORDS_SHAPES if dtype.is_floating_point and dtype.itemsize <= 4 else ():
-        grid = -(-num_vectors // (threads * unroll))
-        if grid <= min(most, num_sms) and threads * unroll <= room:
-            return Launch(algorithm=Algorithm.words, grid=grid, threads=threads, unroll=unroll)
-    return None
-
-
-def small_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) -> Launch | None:
-    """LL for parts of elements that are reduced, with flags or without."""
-    shape = words_shape(part_bytes, world_size, num_sms, dtype) if part_bytes >= _WORDS_FROM else None
-    return shape or ll_shape(part_bytes, world_size, num_sms, itemsize=dtype.itemsize)
+    num_vectors, most = max(1, -(-part_bytes // 16)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
+    threads = next((each for each in _WORDS_THREADS if each * most >= num_vectors), _WORDS_THREADS[-1])
+    unroll = 1 if threads * most >= num_vectors else 2
+    pieces = -(-num_vectors // (threads * unroll))
+    grid = min(most, pieces)
+    if -(-pieces // grid) * threads * unroll > room:
+        return None
+    return Launch(algorithm=Algorithm.words, grid=grid, threads=threads, unroll=unroll)
 
 
 def may_start_early(shape: Launch) -> bool:
@@ -184,12 +193,14 @@ def choose(
     one that takes any tensors.
 
     LL sends world_size - 1 times the data, and a third of it as flags, but waits once, and so does one-shot, without
-    flags; two-shot kernels send the data twice and wait twice.
+    flags; two-shot kernels send 2 - 2 / world_size times the data and wait twice.
     """
     sent, part = num_bytes * (world_size - 1), slice_bytes(num_bytes, world_size)
     shape: Launch | None = None
-    if sent * world_size <= 2 * at.all_reduce_ll_bytes:
-        shape = small_shape(num_bytes, world_size, num_sms, dtype)
+    if sent * (world_size - 2) <= world_size * at.one_shot_bytes:
+        shape = _words(num_bytes, dtype, world_size, num_sms, at)
+    if shape is None and sent * world_size <= 2 * at.all_reduce_ll_bytes:
+        shape = ll_shape(num_bytes, world_size, num_sms, itemsize=dtype.itemsize)
     if shape is None and sent <= at.one_shot_bytes:
         shape = staged_shape(num_bytes, world_size, num_sms, dtype, Algorithm.one_shot)
     if shape is None and not symmetric:
@@ -206,9 +217,9 @@ def choose_reduce_scatter(
 ) -> Launch:  # fmt: skip
     """The reduce-scatter of parts of that size. ``source_symmetric`` (pull) asks that no output but the own part is in
     an input."""
-    shape: Launch | None = None
-    if _is_small(part_bytes, world_size, at):
-        shape = small_shape(part_bytes, world_size, num_sms, dtype)
+    shape = _words(part_bytes, dtype, world_size, num_sms, at)
+    if shape is None and _is_small(part_bytes, world_size, at):
+        shape = ll_shape(part_bytes, world_size, num_sms, itemsize=dtype.itemsize)
     if shape is not None:
         return shape
     if source_symmetric and part_bytes >= at.pull_bytes:
@@ -238,6 +249,12 @@ def choose_all_gather(
     if source_symmetric:
         return direct_shape(part_bytes, num_sms, Algorithm.pull)
     return staged_shape(part_bytes, world_size, num_sms)
+
+
+def _words(part_bytes: int, dtype: DType, world_size: int, num_sms: int, at: Thresholds) -> Launch | None:
+    """LL without flags, if it pays."""
+    pays = _WORDS_FROM <= part_bytes <= at.words_bytes
+    return words_shape(part_bytes, world_size, num_sms, dtype) if pays else None
 
 
 def _is_small(part_bytes: int, world_size: int, at: Thresholds) -> bool:

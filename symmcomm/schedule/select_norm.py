@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout
+from symmcomm.schedule.layout_gpu import NUM_STAGED_CHANNELS, NUM_WORDS_CHANNELS, Layout
 
 MAX_HIDDEN = 32768
 MAX_CTAS = 64
@@ -21,7 +21,7 @@ HEAD_DIMS = (64, 128, 256)
 
 _VECTOR_BYTES = 16
 _CLUSTERS_FROM = 90
-_LL_BYTES = 2 << 20  # of all rows, up to which LL was measured to pay between two ranks
+_LL_BYTES = 16 << 20  # of all rows, up to which LL was measured to pay between two ranks
 _TWO_SHOT_FROM = 4  # ranks, from which on two shots send less
 _ONE_SHOT_BYTES = 8 << 20  # sent by a rank, up to which that does not pay for two kernels more (modelled)
 _STAGED_THREADS = 512  # a CTA: each has registers for its vectors of three rows
@@ -123,17 +123,18 @@ def qk_norm_shape(tokens: int, heads: int, head_dim: int, dtype: DType, num_sms:
 
 
 def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int) -> RowLaunch | None:
-    """The LL kernel for that many rows: as many CTAs a row, and as few vectors a thread, as one wave allows."""
+    """The LL kernel for that many rows: as many CTAs a row, and as few vectors a thread, as one wave allows; or a CTA
+    for several rows, as far as they fit a slot."""
     room = Layout.create(world_size).words_slot_bytes // _VECTOR_BYTES
-    vectors = row_vectors(hidden, dtype)
+    vectors, most = row_vectors(hidden, dtype), max(1, min(NUM_WORDS_CHANNELS, num_sms))
     for unroll in (1, 2, 4):
         for cluster in (8, 4, 2, 1) if arch >= _CLUSTERS_FROM else (1,):
             threads = -(-vectors // (32 * unroll * cluster)) * 32
             if cluster > 1 and threads < 128:
                 continue  # more warps pay more than more CTAs
-            fits = threads <= 1024 and threads * unroll <= room
-            if fits and rows * cluster <= min(NUM_CHANNELS, num_sms):
-                grid = rows * cluster
+            turns = -(-rows // most) if cluster == 1 else 1
+            if threads <= 1024 and turns * threads * unroll <= room and (turns > 1 or rows * cluster <= most):
+                grid = min(most, rows * cluster)
                 return RowLaunch(form=Form.ll, grid=grid, threads=threads, unroll=unroll, cluster=cluster)
     return None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from symmcomm.schedule import layout_gpu as at
 from symmcomm.schedule import select_norm
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import Phase
+from symmcomm.schedule.layout_gpu import Layout, Phase
 from symmcomm.schedule.select_norm import Form, RowLaunch
 from symmcomm.testing.local_world import LocalWorld
 
@@ -244,15 +244,20 @@ def part_of(problem: Problem, rank: int, scatter: bool, world_size: int = 0) -> 
 
 
 def ll_shapes(world: LocalWorld, rows: int) -> list[RowLaunch]:
-    """A cluster a row, as long as there is room; of two, a CTA a row too."""
+    """A cluster a row, as long as there is room; of two, a CTA a row too. Fewer CTAs than rows, which take turns."""
     clusters = ((8, 128), (1, 256)) if world.world_size == 2 else ((8, 128),)
     if world.arch_number < 90:
         clusters = ((1, 256),)
-    return [
+    found = [
         RowLaunch(form=Form.ll, grid=rows * cluster, threads=threads, unroll=1, cluster=cluster)
         for cluster, threads in clusters
         if rows * cluster <= world.num_sms
     ]
+    slot = Layout.create(world.world_size).words_slot_bytes // 16
+    for grid, threads in ((2, 128), (world.num_sms, 256)):
+        if grid < rows and -(-rows // grid) * threads <= slot:
+            found.append(RowLaunch(form=Form.ll, grid=grid, threads=threads, unroll=1))
+    return found
 
 
 def staged_shapes(world: LocalWorld, rows: int, dtype: DType) -> list[RowLaunch]:

@@ -160,11 +160,12 @@ def test_worlds(algorithm: Algorithm, world_size: int, dtype: DType) -> None:
         check(algorithm, dtype, Op.sum, world_size, count, shift=3)
 
 
-@pytest.mark.parametrize("algorithm", CHUNKED, ids=lambda a: a.name)
+@pytest.mark.parametrize("algorithm", [*CHUNKED, Algorithm.words], ids=lambda a: a.name)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_many_chunks(algorithm: Algorithm, world_size: int) -> None:
-    shape = Launch(algorithm=algorithm, grid=4, threads=64, unroll=2, chunk_bytes=512)
-    for count in (1, 255, 256, 1024, 4099, 20000, 66666):
+    for count in (1, 255, 256, 1024, 4099, 20000, 60001):
+        grid = 4 if algorithm is not Algorithm.words else min(4, -(-count * 2 // (64 * 2 * 16)))  # each has a turn
+        shape = Launch(algorithm=algorithm, grid=grid, threads=64, unroll=2, chunk_bytes=512)
         for shift in (0, 3):
             check(algorithm, DType.bfloat16, Op.sum, world_size, count, shift=shift, shape=shape)
 

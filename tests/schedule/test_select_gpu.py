@@ -11,6 +11,7 @@ from symmcomm.schedule.layout_gpu import (
     CHANNEL_WORDS_BYTES,
     DEPTH,
     NUM_CHANNELS,
+    NUM_WORDS_CHANNELS,
     Layout,
     ll_words,
 )
@@ -37,8 +38,10 @@ def assert_fits(shape: Launch, part_bytes: int, world_size: int, num_sms: int, i
         assert shape.threads * shape.unroll * 16 <= layout.ll_slot_bytes
         assert shape.grid * shape.threads * shape.unroll * 4 * ll_words(itemsize) >= part_bytes
     if shape.algorithm is Algorithm.words:
-        assert shape.threads * shape.unroll * 16 <= layout.words_slot_bytes
-        assert shape.grid * shape.threads * shape.unroll * 16 >= part_bytes
+        turn = shape.threads * shape.unroll * 16
+        assert shape.grid <= NUM_WORDS_CHANNELS
+        assert (shape.grid - 1) * turn < part_bytes
+        assert -(-part_bytes // (shape.grid * turn)) * turn <= layout.words_slot_bytes
     if shape.chunk_bytes:
         assert shape.grid <= STAGED
         assert 0 < shape.chunk_bytes <= layout.staging_slot_bytes
@@ -91,8 +94,13 @@ def test_what_starts_early_is_small() -> None:
 
 
 def test_thresholds_move_the_choice() -> None:
-    at = Thresholds(all_reduce_ll_bytes=4096, one_shot_bytes=0, ll_bytes=2048, push_bytes=1 << 16, pull_bytes=1 << 17)
+    at = Thresholds(
+        all_reduce_ll_bytes=4096, one_shot_bytes=0, words_bytes=1 << 16, ll_bytes=2048, push_bytes=1 << 16,
+        pull_bytes=1 << 17,
+    )  # fmt: skip
     for num_bytes, expected in ((4096, Algorithm.ll), (4097, Algorithm.two_shot)):
+        assert choose(num_bytes, DType.int32, 2, 132, True, at).algorithm is expected
+    for num_bytes, expected in ((1 << 16, Algorithm.words), (1 << 17, Algorithm.two_shot)):
         assert choose(num_bytes, DType.float32, 2, 132, True, at).algorithm is expected
     for part, expected in ((2048, Algorithm.ll), (2049, Algorithm.staged), (1 << 16, Algorithm.push)):
         assert choose_all_gather(part, 2, 132, False, True, at).algorithm is expected
@@ -110,5 +118,5 @@ def test_areas_of_the_heap_do_not_overlap(world_size: int) -> None:
     assert starts == sorted(starts)
     assert layout.data % 4096 == 0
     assert layout.words - layout.staging == STAGED * CHANNEL_STAGING_BYTES
-    assert layout.data - layout.words == NUM_CHANNELS * CHANNEL_WORDS_BYTES
+    assert layout.data - layout.words == NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES
     assert 2 * world_size * layout.words_slot_bytes <= CHANNEL_WORDS_BYTES

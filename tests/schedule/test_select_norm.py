@@ -8,7 +8,7 @@ import pytest
 
 from symmcomm.schedule import select_norm as select
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import NUM_CHANNELS, NUM_STAGED_CHANNELS, Layout
+from symmcomm.schedule.layout_gpu import NUM_STAGED_CHANNELS, NUM_WORDS_CHANNELS, Layout
 from symmcomm.schedule.select_norm import Form, RowLaunch
 
 HIDDEN = (1, 7, 8, 64, 100, 2880, 4096, 8192, 12300, 16384, 32767, 32768)
@@ -59,7 +59,7 @@ def test_exchanges(world_size: int, dtype: DType) -> None:
             assert 32 <= shape.threads * shape.rows <= 1024
             assert 1 <= shape.grid <= num_sms
             if shape.form is Form.ll:
-                assert shape.grid <= NUM_CHANNELS
+                assert shape.grid <= NUM_WORDS_CHANNELS
                 assert shape.grid % shape.cluster == 0
                 assert shape.threads * shape.unroll * 16 <= layout.words_slot_bytes
                 assert shape.cluster == 1 or arch >= 90

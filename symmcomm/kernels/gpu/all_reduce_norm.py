@@ -34,6 +34,7 @@ from symmcomm.kernels.gpu.barrier import arrive
 from symmcomm.kernels.gpu.context import Context, after_previous_kernel, begin, block, end, thread
 from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Rows, placeholders
 from symmcomm.kernels.gpu.primitives import pick, store
+from symmcomm.kernels.gpu.registers import keep, kept_in, registers
 from symmcomm.kernels.gpu.staged import hear
 from symmcomm.kernels.gpu.team import Team
 from symmcomm.schedule.dtypes import DType
@@ -151,16 +152,12 @@ class RowExchange:
         weights = self.rows.weights(indices) if self.rows.held is None and len(indices) <= _WEIGHTS else None
         self.rows.write(values, exists, turn * self.rows.turns, [output], [scale], weights=weights)
 
-    def registers(self, num: int, kind: Any = Uint32) -> Any:
-        """That many, which last from one step of a loop to the next."""
-        return cute.make_rmem_tensor((max(1, num),), kind)
-
     @cute.jit
     def run(self, epoch: Uint32, turns: Int32, outgoing: cutlass.Constexpr) -> None:
         """All chunks. ``outgoing``: registers that hold what ``fetch`` gives of the first."""
         size, num = self.rows.math.per_vector * self.vectors, len(self.outgoing) * self.vectors
         num_in = (2 + len(self.ctx.senders)) * self.vectors
-        values, incoming = self.registers(self.pieces * size, Float32), self.registers(4 * num_in)
+        values, incoming = registers(self.pieces * size, Float32), registers(4 * num_in, Uint32)
         chunk, total = Int32(0), turns * self.pieces
         while chunk < AHEAD and chunk < total:
             self.send(kept_in(outgoing, num, 4), chunk, epoch + Uint32(chunk))
@@ -186,17 +183,6 @@ class RowExchange:
                     if met and later < total:
                         arrive(self.ctx, block(), epoch + 1 + Uint32(later))
             turn += 1
-
-
-def keep(registers: Any, vectors: list[list[Any]], first: int = 0) -> None:
-    """Moves the numbers into registers that last from one step of a loop to the next."""
-    for i, number in enumerate(number for vector in vectors for number in vector):
-        registers[first + i] = number
-
-
-def kept_in(registers: Any, num: int, size: int) -> list[list[Any]]:
-    """``num`` vectors of ``size`` numbers, as ``keep`` left them."""
-    return [[registers[v * size + i] for i in range(size)] for v in range(num)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +234,7 @@ class AllReduceNormStaged:
         job = RowExchange(
             ctx=ctx, rows=rows, num_teams=self.rows, pieces=self.pieces, vectors=self.vectors, scatter=self.scatter
         )
-        outgoing = job.registers(4 * len(job.outgoing) * self.vectors)
+        outgoing = registers(4 * len(job.outgoing) * self.vectors, Uint32)
         after_previous_kernel(self.pdl)
         keep(outgoing, job.fetch(Int32(0)))
         in_order, epoch = begin(ctx, block())

@@ -13,12 +13,8 @@ from symmcomm.kernels.gpu.all_reduce import AllReduceStaged, AllReduceTwoShot
 from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLLTwoShot
 from symmcomm.kernels.gpu.all_to_all import AllToAllStaged, AllToAllUneven
 from symmcomm.kernels.gpu.compile import Kernel
-from symmcomm.kernels.gpu.reduce_scatter import (
-    ReduceScatterLL,
-    ReduceScatterPull,
-    ReduceScatterStaged,
-    ReduceScatterWords,
-)
+from symmcomm.kernels.gpu.reduce_scatter import ReduceScatterLL, ReduceScatterPull, ReduceScatterStaged
+from symmcomm.kernels.gpu.reduce_scatter_words import ReduceScatterWords
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.select_gpu import Algorithm, Launch, may_start_early
 

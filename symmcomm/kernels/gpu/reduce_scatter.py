@@ -3,8 +3,7 @@
 **LL** (small; any tensors): part p goes to rank p in cells that carry their own flag (see ``cells``), which it reduces
 with its own. In place is fine: a thread has read its place in all parts before it writes.
 
-**Words** (not as small; floats; any tensors): the same, but words announce themselves (see ``unflagged``): a quarter
-less goes over the link.
+**Words** (not as small; floats; any tensors): ``reduce_scatter_words``.
 
 **Staged** (large; any tensors): the parts are pushed in chunks into the peers' staging memory (see ``staged``), where
 each rank reduces them, its own part straight from the input. The output may be any part of the input: a CTA pushes a
@@ -14,7 +13,7 @@ chunk of all parts before it writes there. Stores over a link are faster than lo
 barrier, as an input may change once its rank's kernel is done. With ``multimem`` the switch reduces; the order of its
 sum is its own. The output may be part r of the input.
 
-All but pull are all-reduces in one shot if all parts are the ``same``.
+The LL and staged kernels are all-reduces in one shot if all parts are the ``same``.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu import cells as ll
-from symmcomm.kernels.gpu import unflagged
-from symmcomm.kernels.gpu.access import VECTOR_BYTES, load_vectors, store_vectors
 from symmcomm.kernels.gpu.all_to_all import Exchange, Parts
 from symmcomm.kernels.gpu.barrier import sync
-from symmcomm.kernels.gpu.context import begin, block, end, thread
+from symmcomm.kernels.gpu.context import begin, block, end
 from symmcomm.kernels.gpu.copy import clip
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.primitives import pick
@@ -71,40 +68,6 @@ class ReduceScatterLL(ReducingTensors):
                 for k in cutlass.range_constexpr(self.cells):
                     words = self.reduction.reduce(ll.in_rank_order(ctx, cells, own[k][0], got, k))
                     ll.store_words(result, first + k * step, num_bytes, cells, words)
-            end(ctx, block(), epoch)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReduceScatterWords(ReducingTensors):
-    """The kernel of words, for floats of at most four bytes. ``source`` and ``result`` as of the LL kernel.
-
-    Attributes: ``vectors`` of 16 bytes a thread; a CTA's must fit ``words_slot_bytes``, and all CTAs' hold a part."""
-
-    vectors: int
-    same: bool = False
-
-    @cute.kernel
-    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
-        ctx = self.enter(base, stride, rank)
-        pitch = Int64(0) if self.same else count * self.dtype.itemsize
-        places = [k * self.threads + thread() for k in range(self.vectors)]
-        indices = [Int64(block()) * (self.threads * self.vectors) + place for place in places]
-        hops, size = range(1 if self.same else self.world_size), self.dtype.itemsize
-        own = [load_vectors(size, source + Int64(ctx.neighbour(hop)) * pitch, count, indices) for hop in hops]
-        in_order, epoch = begin(ctx, block())
-        if in_order:
-            ll.remind(ctx, epoch)
-            epoch += 1
-            live = [i * (VECTOR_BYTES // size) < count for i in indices]
-            for hop in cutlass.range_constexpr(1, self.world_size):
-                for k in cutlass.range_constexpr(self.vectors):
-                    outgoing = unflagged.inverted(own[0 if self.same else hop][k], self.dtype)
-                    unflagged.send(ctx, epoch, ctx.neighbour(hop), places[k], outgoing, live[k])
-            got, arrived = unflagged.receive(ctx, epoch, places, live)
-            if arrived:
-                came = [unflagged.vectors_of(ctx, got, k, self.vectors) for k in range(self.vectors)]
-                sums = [self.reduction.reduce(ctx.in_rank_order(own[0][k], came[k])) for k in range(self.vectors)]
-                store_vectors(size, result, count, indices, sums)
             end(ctx, block(), epoch)
 
 

@@ -9,11 +9,15 @@ When may a slot be filled again? Slots alternate with the parity of the channel'
 once r's kernel of epoch e - 1 is done. In it every CTA received something from p that p sent at e - 1, and p sent that
 after its kernels before were done, with all that they read and cleared at that parity. As for ``cells`` that is said of
 kernels: it asks of every kernel that on each channel it uses all ranks hear from all.
+
+A kernel has one slot for all that a peer sends it, so nothing has to be said while it runs. ``run`` takes turns: each
+sends the CTA's share of turn t + AHEAD, and takes what the peers have sent of turn t. So ranks keep in step, and what
+is polled is on its way: it does not wait behind all that this SM sends itself.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -21,11 +25,44 @@ from cutlass import Boolean, Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu.context import Context, block
 from symmcomm.kernels.gpu.primitives import give_up, load, overdue, pick, store
+from symmcomm.kernels.gpu.registers import keep, kept_in
 from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.layout_gpu import CHANNEL_WORDS_BYTES, Phase
 
+AHEAD = 2
+"""Turns that are sent before the first is taken."""
+
 _VECTOR_BYTES = 16
 _ONES = 0xFFFFFFFF
+
+
+class Job(Protocol):
+    """What moves."""
+
+    def fetch(self, turn: Any) -> list[list[Any]]:
+        """The thread's vectors for the peers; of nothing, where there is no such turn."""
+
+    def send(self, vectors: list[list[Any]], turn: Any, going: Any) -> None:
+        """Sends them, if ``going``."""
+
+    def take(self, turn: Any, going: Any) -> Any:
+        """Uses what the peers have sent, if ``going``. Whether to go on: that, and all came."""
+
+
+@cute.jit
+def run(
+    num: Int32, fetched: cutlass.Constexpr, num_vectors: cutlass.Constexpr, job: cutlass.Constexpr, going: Boolean
+) -> None:
+    """``num`` turns, idle ones from when a thread is not ``going``: a wait gave up. ``fetched``: registers that hold
+    what ``fetch`` gives of the first, ``num_vectors``."""
+    turn = Int32(-AHEAD)
+    while turn < num:
+        if turn + AHEAD < num:
+            job.send(kept_in(fetched, num_vectors, 4), turn + AHEAD, going)
+            keep(fetched, job.fetch(turn + (AHEAD + 1)))
+        if turn >= 0:
+            going = job.take(turn, going)
+        turn += 1
 
 
 def slot(ctx: Context, peer: Any, epoch: Any, sender: Any) -> Any:

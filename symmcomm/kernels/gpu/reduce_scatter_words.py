@@ -1,0 +1,130 @@
+"""Reduce-scatter or all-reduce of floats, of any tensors: part p goes to rank p as words that announce themselves (see
+``unflagged``), which it reduces with its own, in rank order.
+
+Beside LL cells a quarter less goes over the link; beside the staged kernel nothing is signalled, so nobody waits until
+a store has arrived. It takes as many turns as the parts have pieces.
+
+The output may be any part of the input: in each turn a thread has the same place in all parts, and has loaded it from
+all of them, as it sends AHEAD turns before, when it writes there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint32
+
+from symmcomm.kernels.gpu import unflagged
+from symmcomm.kernels.gpu.access import VECTOR_BYTES, load_vectors, store_vectors
+from symmcomm.kernels.gpu.cells import remind
+from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
+from symmcomm.kernels.gpu.elements import Reduction
+from symmcomm.kernels.gpu.primitives import pick
+from symmcomm.kernels.gpu.registers import keep, registers
+from symmcomm.kernels.gpu.signatures import ReducingTensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordsOfParts:
+    """The job of the kernel of words. A turn of all CTAs is a piece of each part; a thread has ``vectors`` of it."""
+
+    ctx: Context
+    epoch: Any
+    reduction: Reduction
+    threads: int
+    vectors: int
+    same: bool
+    source: Any
+    result: Any
+    count: Any
+
+    @property
+    def per_vector(self) -> int:
+        """Elements."""
+        return VECTOR_BYTES // self.reduction.dtype.itemsize
+
+    @property
+    def num_turns(self) -> Any:
+        """Of this CTA."""
+        size, grid = self.threads * self.vectors, cute.arch.grid_dim()[0]
+        left = (self.count + (self.per_vector - 1)) // self.per_vector - Int64(block() * size)
+        turns = (left + (Int64(grid) * size - 1)) // (Int64(grid) * size)
+        return Int32(pick(left > 0, turns, Int64(0)))
+
+    @property
+    def hops(self) -> range:
+        """How far on the ranks are whose parts differ, this one included."""
+        return range(1 if self.same else self.ctx.world_size)
+
+    def places(self, turn: Any) -> list[Any]:
+        """The thread's, in slots."""
+        return [(turn * self.vectors + k) * self.threads + thread() for k in range(self.vectors)]
+
+    def indices(self, turn: Any) -> list[Any]:
+        """The thread's vectors of a part."""
+        first = (Int64(turn) * cute.arch.grid_dim()[0] + block()) * (self.threads * self.vectors)
+        return [first + (k * self.threads + thread()) for k in range(self.vectors)]
+
+    def live(self, turn: Any) -> list[Any]:
+        """Whether there are such."""
+        return [index * self.per_vector < self.count for index in self.indices(turn)]
+
+    def load(self, hop: int, turn: Any) -> list[list[Any]]:
+        """They of the part for the rank ``hop`` further on."""
+        size = self.reduction.dtype.itemsize
+        part = self.source if self.same else self.source + Int64(self.ctx.neighbour(hop)) * (self.count * size)
+        return load_vectors(size, part, self.count, self.indices(turn))
+
+    def fetch(self, turn: Any) -> list[list[Any]]:
+        """See ``unflagged.Job``; those of this rank's part go nowhere."""
+        return [vector for hop in self.hops[0 if self.same else 1 :] for vector in self.load(hop, turn)]
+
+    def send(self, vectors: list[list[Any]], turn: Any, going: Any) -> None:
+        """See ``unflagged.Job``."""
+        ctx, outgoing = self.ctx, [unflagged.inverted(vector, self.reduction.dtype) for vector in vectors]
+        for hop in range(1, ctx.world_size):
+            first = 0 if self.same else (hop - 1) * self.vectors
+            for vector, place, live in zip(outgoing[first:], self.places(turn), self.live(turn), strict=False):
+                unflagged.send(ctx, self.epoch, ctx.neighbour(hop), place, vector, going & live)
+
+    @cute.jit
+    def take(self, turn: Int32, going: Boolean) -> Any:
+        """Reduces."""
+        own = self.load(0, turn)
+        if going:
+            got, going = unflagged.receive(self.ctx, self.epoch, self.places(turn), self.live(turn))
+            if going:
+                came = [unflagged.vectors_of(self.ctx, got, k, self.vectors) for k in range(self.vectors)]
+                sums = [self.reduction.reduce(self.ctx.in_rank_order(own[k], came[k])) for k in range(self.vectors)]
+                store_vectors(self.reduction.dtype.itemsize, self.result, self.count, self.indices(turn), sums)
+        return going
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatterWords(ReducingTensors):
+    """The kernel, for floats of at most four bytes. ``source``: ``world_size`` parts of ``count`` elements, or if all
+    parts are the ``same`` that one, which makes it an all-reduce; ``result``: ``count`` elements.
+
+    Attributes: ``vectors`` of 16 bytes a thread and turn; all turns of a CTA must fit ``words_slot_bytes``, and no CTA
+    may be without any. At most NUM_WORDS_CHANNELS CTAs."""
+
+    vectors: int
+    same: bool = False
+
+    @cute.kernel
+    def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
+        ctx = self.enter(base, stride, rank)
+        job = WordsOfParts(
+            ctx=ctx, epoch=None, reduction=self.reduction, threads=self.threads, vectors=self.vectors, same=self.same,
+            source=source, result=result, count=count,
+        )  # fmt: skip
+        num_vectors = (1 if self.same else self.world_size - 1) * self.vectors
+        fetched = registers(4 * num_vectors, Uint32)
+        keep(fetched, job.fetch(Int32(0)))  # in flight together with the loads of begin()
+        in_order, epoch = begin(ctx, block())
+        if in_order:
+            remind(ctx, epoch)
+            unflagged.run(job.num_turns, fetched, num_vectors, replace(job, epoch=epoch + 1), True)
+            end(ctx, block(), epoch + 1)

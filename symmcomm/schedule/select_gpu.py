@@ -37,7 +37,7 @@ class Thresholds:
         all_reduce_ll_bytes: of the tensor, up to which LL pays in an all-reduce between two ranks.
         one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not; without flags: that
             it sends more than in two.
-        all_reduce_push_bytes: of the tensor, from which on pushing beats pulling in a two-shot all-reduce.
+        all_reduce_push_bytes: of a symmetric tensor, from which on pushing beats all else in an all-reduce.
         words_bytes: of a part that floats are reduced of, up to which LL without flags pays.
         ll_bytes: of a part, up to which LL pays in the other calls between two ranks.
         push_bytes: of a part, from which on pushing into symmetric targets beats staging.
@@ -47,8 +47,8 @@ class Thresholds:
 
     all_reduce_ll_bytes: int = 3 << 19
     one_shot_bytes: int = 2 << 20
-    all_reduce_push_bytes: int = 8 << 20
-    words_bytes: int = 16 << 20
+    all_reduce_push_bytes: int = 16 << 20
+    words_bytes: int = 1 << 40
     ll_bytes: int = 7 << 18
     push_bytes: int = 1 << 20
     pull_bytes: int = 8 << 20
@@ -110,18 +110,15 @@ def ll_shape(
 
 
 def words_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) -> Launch | None:
-    """LL without flags, for parts of that size: a turn, as few threads as do; else two vectors a thread, in turns. None
-    where it does not fit, or what is no float."""
+    """LL without flags, for parts of that size: one turn of as few threads as do, else several, of two vectors a
+    thread. None for what is no float."""
     if not dtype.is_floating_point or dtype.itemsize > 4:
         return None
     room = Layout.create(world_size).words_slot_bytes // 16
     num_vectors, most = max(1, -(-part_bytes // 16)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
-    threads = next((each for each in _WORDS_THREADS if each * most >= num_vectors), _WORDS_THREADS[-1])
-    unroll = 1 if threads * most >= num_vectors else 2
-    pieces = -(-num_vectors // (threads * unroll))
-    grid = min(most, pieces)
-    if -(-pieces // grid) * threads * unroll > room:
-        return None
+    fitting = [threads for threads in _WORDS_THREADS if threads <= room and threads * most >= num_vectors]
+    threads, unroll = (fitting[0], 1) if fitting else (min(_WORDS_THREADS[-1], room // 64 * 32), 2)
+    grid = min(most, -(-num_vectors // (threads * unroll)))
     return Launch(algorithm=Algorithm.words, grid=grid, threads=threads, unroll=unroll)
 
 
@@ -197,7 +194,9 @@ def choose(
     """
     sent, part = num_bytes * (world_size - 1), slice_bytes(num_bytes, world_size)
     shape: Launch | None = None
-    if sent * (world_size - 2) <= world_size * at.one_shot_bytes:
+    if symmetric and num_bytes >= at.all_reduce_push_bytes:
+        shape = staged_shape(part, world_size, num_sms, dtype, Algorithm.push)
+    if shape is None and sent * (world_size - 2) <= world_size * at.one_shot_bytes:
         shape = _words(num_bytes, dtype, world_size, num_sms, at)
     if shape is None and sent * world_size <= 2 * at.all_reduce_ll_bytes:
         shape = ll_shape(num_bytes, world_size, num_sms, itemsize=dtype.itemsize)
@@ -206,8 +205,6 @@ def choose(
     if shape is None and not symmetric:
         shape = ll_shape(part, world_size, num_sms, Algorithm.ll_two_shot, dtype.itemsize)
         shape = shape or staged_shape(part, world_size, num_sms, dtype)
-    if shape is None and num_bytes >= at.all_reduce_push_bytes:
-        shape = staged_shape(part, world_size, num_sms, dtype, Algorithm.push)
     return shape or two_shot_shape(num_bytes, dtype, world_size, num_sms)
 
 

@@ -163,11 +163,17 @@ def test_worlds(algorithm: Algorithm, world_size: int, dtype: DType) -> None:
 @pytest.mark.parametrize("algorithm", [*CHUNKED, Algorithm.words], ids=lambda a: a.name)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_many_chunks(algorithm: Algorithm, world_size: int) -> None:
-    for count in (1, 255, 256, 1024, 4099, 20000, 60001):
+    """More than there are slots for, also with a late rank."""
+    world = world_of(world_size)
+    for count, late in ((1, None), (255, 0), (1024, 1), (4099, 0), (20000, None), (66666, 1), (600_000, 0)):
         grid = 4 if algorithm is not Algorithm.words else min(4, -(-count * 2 // (64 * 2 * 16)))  # each has a turn
         shape = Launch(algorithm=algorithm, grid=grid, threads=64, unroll=2, chunk_bytes=512)
         for shift in (0, 3):
+            if late is not None:
+                world.put(late, at.DELAY_NS, DELAY_NS)
             check(algorithm, DType.bfloat16, Op.sum, world_size, count, shift=shift, shape=shape)
+            if late is not None:
+                world.put(late, at.DELAY_NS, 0)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

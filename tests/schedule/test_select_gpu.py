@@ -41,7 +41,8 @@ def assert_fits(shape: Launch, part_bytes: int, world_size: int, num_sms: int, i
         turn = shape.threads * shape.unroll * 16
         assert shape.grid <= NUM_WORDS_CHANNELS
         assert (shape.grid - 1) * turn < part_bytes
-        assert -(-part_bytes // (shape.grid * turn)) * turn <= layout.words_slot_bytes
+        assert turn <= layout.words_slot_bytes
+        assert shape.unroll > 1 or shape.grid * turn >= part_bytes
     if shape.chunk_bytes:
         assert shape.grid <= STAGED
         assert 0 < shape.chunk_bytes <= layout.staging_slot_bytes

@@ -85,6 +85,11 @@ class WordsOfRows:
         """The thread's, in slots."""
         return [(turn * self.vectors + k) * self.threads + thread() for k in range(self.vectors)]
 
+    @property
+    def num_fetched(self) -> int:
+        """See ``unflagged.Job``."""
+        return len(self.outgoing) * self.vectors
+
     def fetch(self, turn: Any) -> list[list[Any]]:
         """See ``unflagged.Job``."""
         return [vector for hop in self.outgoing for vector in self.source(hop, turn)]
@@ -173,15 +178,14 @@ class AllReduceNormLL:
             ctx=ctx, epoch=None, rows=rows, threads=self.threads, vectors=self.vectors, cluster=self.cluster,
             scatter=self.scatter,
         )  # fmt: skip
-        num_vectors = len(job.outgoing) * self.vectors
-        fetched = registers(4 * num_vectors, Uint32)
+        fetched = registers(4 * job.num_fetched, Uint32)
         after_previous_kernel(self.pdl)
         keep(fetched, job.fetch(Int32(0)))
         in_order, epoch = begin(ctx, block())
         if in_order:
             remind(ctx, epoch)
         job = replace(job, epoch=epoch + 1)
-        unflagged.run(job.num_turns, fetched, num_vectors, job, in_order)
+        unflagged.run(ctx, epoch + 1, job.num_turns, None, fetched, job, in_order)
         if in_order:
             end(ctx, block(), epoch + 1)
 

@@ -82,7 +82,7 @@ class Cells:
 @cute.jit
 def remind(ctx: cutlass.Constexpr, epoch: Uint32) -> None:
     """Cells leave the pads alone, whose words would be taken for later ones when 2³¹ epochs have passed: so now and
-    then a CTA tells the peers to what epoch its channel has come. LL kernels advance by one or two."""
+    then a CTA tells the peers to what epoch its channel has come. LL kernels advance by one or two, or signal."""
     if (epoch & _REMIND) < 2:
         peer = thread()
         if peer < ctx.world_size and peer != ctx.rank:

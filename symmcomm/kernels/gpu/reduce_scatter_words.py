@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
@@ -21,8 +22,7 @@ from symmcomm.kernels.gpu.access import VECTOR_BYTES, load_vectors, store_vector
 from symmcomm.kernels.gpu.cells import remind
 from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
 from symmcomm.kernels.gpu.elements import Reduction
-from symmcomm.kernels.gpu.primitives import pick
-from symmcomm.kernels.gpu.registers import keep, registers
+from symmcomm.kernels.gpu.registers import keep, kept_in, registers
 from symmcomm.kernels.gpu.signatures import ReducingTensors
 
 
@@ -47,20 +47,31 @@ class WordsOfParts:
 
     @property
     def num_turns(self) -> Any:
-        """Of this CTA."""
-        size, grid = self.threads * self.vectors, cute.arch.grid_dim()[0]
-        left = (self.count + (self.per_vector - 1)) // self.per_vector - Int64(block() * size)
-        turns = (left + (Int64(grid) * size - 1)) // (Int64(grid) * size)
-        return Int32(pick(left > 0, turns, Int64(0)))
+        """Of this CTA, at least one."""
+        size, num_vectors = self.threads * self.vectors, Int32((self.count + (self.per_vector - 1)) // self.per_vector)
+        pieces = (num_vectors + (size - 1)) // size
+        return (pieces - block() + (cute.arch.grid_dim()[0] - 1)) // cute.arch.grid_dim()[0]
+
+    @property
+    def slot_turns(self) -> int:
+        """Turns that fit a slot."""
+        return self.ctx.layout.words_slot_bytes // (self.threads * self.vectors * VECTOR_BYTES)
 
     @property
     def hops(self) -> range:
         """How far on the ranks are whose parts differ, this one included."""
         return range(1 if self.same else self.ctx.world_size)
 
-    def places(self, turn: Any) -> list[Any]:
-        """The thread's, in slots."""
-        return [(turn * self.vectors + k) * self.threads + thread() for k in range(self.vectors)]
+    @property
+    def num_fetched(self) -> int:
+        """See ``unflagged.Job``."""
+        return (1 if self.same else self.ctx.world_size - 1) * self.vectors
+
+    def slot(self, turn: Any) -> tuple[Any, list[Any]]:
+        """The turn's epoch, and the thread's places in its slot."""
+        in_slot = (turn % self.slot_turns) * self.vectors
+        places = [(in_slot + k) * self.threads + thread() for k in range(self.vectors)]
+        return self.epoch + Uint32(turn // self.slot_turns), places
 
     def indices(self, turn: Any) -> list[Any]:
         """The thread's vectors of a part."""
@@ -84,17 +95,18 @@ class WordsOfParts:
     def send(self, vectors: list[list[Any]], turn: Any, going: Any) -> None:
         """See ``unflagged.Job``."""
         ctx, outgoing = self.ctx, [unflagged.inverted(vector, self.reduction.dtype) for vector in vectors]
+        epoch, places = self.slot(turn)
         for hop in range(1, ctx.world_size):
             first = 0 if self.same else (hop - 1) * self.vectors
-            for vector, place, live in zip(outgoing[first:], self.places(turn), self.live(turn), strict=False):
-                unflagged.send(ctx, self.epoch, ctx.neighbour(hop), place, vector, going & live)
+            for vector, place, live in zip(outgoing[first:], places, self.live(turn), strict=False):
+                unflagged.send(ctx, epoch, ctx.neighbour(hop), place, vector, going & live)
 
     @cute.jit
     def take(self, turn: Int32, going: Boolean) -> Any:
         """Reduces."""
-        own = self.load(0, turn)
+        own, (epoch, places) = self.load(0, turn), self.slot(turn)
         if going:
-            got, going = unflagged.receive(self.ctx, self.epoch, self.places(turn), self.live(turn))
+            got, going = unflagged.receive(self.ctx, epoch, places, self.live(turn))
             if going:
                 came = [unflagged.vectors_of(self.ctx, got, k, self.vectors) for k in range(self.vectors)]
                 sums = [self.reduction.reduce(self.ctx.in_rank_order(own[k], came[k])) for k in range(self.vectors)]
@@ -107,8 +119,8 @@ class ReduceScatterWords(ReducingTensors):
     """The kernel, for floats of at most four bytes. ``source``: ``world_size`` parts of ``count`` elements, or if all
     parts are the ``same`` that one, which makes it an all-reduce; ``result``: ``count`` elements.
 
-    Attributes: ``vectors`` of 16 bytes a thread and turn; all turns of a CTA must fit ``words_slot_bytes``, and no CTA
-    may be without any. At most NUM_WORDS_CHANNELS CTAs."""
+    Attributes: ``vectors`` of 16 bytes a thread and turn; a CTA's must fit ``words_slot_bytes``. No CTA may be without
+    any. With one vector a thread there is one turn. At most NUM_WORDS_CHANNELS CTAs."""
 
     vectors: int
     same: bool = False
@@ -120,11 +132,16 @@ class ReduceScatterWords(ReducingTensors):
             ctx=ctx, epoch=None, reduction=self.reduction, threads=self.threads, vectors=self.vectors, same=self.same,
             source=source, result=result, count=count,
         )  # fmt: skip
-        num_vectors = (1 if self.same else self.world_size - 1) * self.vectors
-        fetched = registers(4 * num_vectors, Uint32)
+        fetched = registers(4 * job.num_fetched, Uint32)
         keep(fetched, job.fetch(Int32(0)))  # in flight together with the loads of begin()
         in_order, epoch = begin(ctx, block())
         if in_order:
             remind(ctx, epoch)
-            unflagged.run(job.num_turns, fetched, num_vectors, replace(job, epoch=epoch + 1), True)
-            end(ctx, block(), epoch + 1)
+            epoch += 1
+            moving = replace(job, epoch=epoch)
+            if cutlass.const_expr(self.vectors == 1):
+                moving.send(kept_in(fetched, job.num_fetched, 4), Int32(0), True)
+                moving.take(Int32(0), True)
+            else:
+                epoch = unflagged.run(ctx, epoch, job.num_turns, job.slot_turns, fetched, moving, True)
+            end(ctx, block(), epoch)

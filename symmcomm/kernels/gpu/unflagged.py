@@ -10,9 +10,11 @@ once r's kernel of epoch e - 1 is done. In it every CTA received something from 
 after its kernels before were done, with all that they read and cleared at that parity. As for ``cells`` that is said of
 kernels: it asks of every kernel that on each channel it uses all ranks hear from all.
 
-A kernel has one slot for all that a peer sends it, so nothing has to be said while it runs. ``run`` takes turns: each
-sends the CTA's share of turn t + AHEAD, and takes what the peers have sent of turn t. So ranks keep in step, and what
-is polled is on its way: it does not wait behind all that this SM sends itself.
+A kernel may take ``turns``: each sends the CTA's share of turn t + AHEAD, and takes what the peers have sent of turn t.
+So ranks keep in step, and what is polled does not wait behind all that this SM sends. What does not fit a slot goes on
+in that of the next epoch. Then more has to be said while the kernel runs: after its last turn in a slot a CTA signals
+that epoch, with all that its threads cleared; before the first turn that uses the slot again, and in the end of the
+last slot but one, it waits for that signal of all peers.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
+from symmcomm.kernels.gpu.barrier import arrive, meet
 from symmcomm.kernels.gpu.context import Context, block
 from symmcomm.kernels.gpu.primitives import give_up, load, overdue, pick, store
 from symmcomm.kernels.gpu.registers import keep, kept_in
 from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.layout_gpu import CHANNEL_WORDS_BYTES, Phase
 
-AHEAD = 2
+AHEAD = 1
 """Turns that are sent before the first is taken."""
 
 _VECTOR_BYTES = 16
@@ -37,7 +40,9 @@ _ONES = 0xFFFFFFFF
 
 
 class Job(Protocol):
-    """What moves."""
+    """What moves. ``num_fetched``: vectors that ``fetch`` gives."""
+
+    num_fetched: int
 
     def fetch(self, turn: Any) -> list[list[Any]]:
         """The thread's vectors for the peers; of nothing, where there is no such turn."""
@@ -51,18 +56,32 @@ class Job(Protocol):
 
 @cute.jit
 def run(
-    num: Int32, fetched: cutlass.Constexpr, num_vectors: cutlass.Constexpr, job: cutlass.Constexpr, going: Boolean
-) -> None:
-    """``num`` turns, idle ones from when a thread is not ``going``: a wait gave up. ``fetched``: registers that hold
-    what ``fetch`` gives of the first, ``num_vectors``."""
-    turn = Int32(-AHEAD)
+    ctx: cutlass.Constexpr, epoch: Uint32, num: Int32, slot_turns: cutlass.Constexpr, fetched: cutlass.Constexpr,
+    job: cutlass.Constexpr, going: Boolean,
+) -> Any:  # fmt: skip
+    """``num`` turns from ``epoch`` on, ``slot_turns`` an epoch (None: all fit in one); idle ones from when a thread is
+    not ``going``: a wait gave up. ``fetched``: what ``job.fetch`` has given of the first, as ``keep`` keeps it. Returns
+    the last epoch."""
+    turn, num_vectors, index = Int32(-AHEAD), job.num_fetched, Uint32(0)
     while turn < num:
-        if turn + AHEAD < num:
-            job.send(kept_in(fetched, num_vectors, 4), turn + AHEAD, going)
-            keep(fetched, job.fetch(turn + (AHEAD + 1)))
+        later = turn + AHEAD
+        if later < num:
+            if cutlass.const_expr(slot_turns is not None):  # noqa: SIM102, the inner one is for the GPU
+                if later % slot_turns == 0 and later >= 2 * slot_turns:
+                    going = going & meet(ctx, block(), epoch + Uint32(later // slot_turns - 2), Int32(Phase.room))
+            job.send(kept_in(fetched, num_vectors, 4), later, going)
+            keep(fetched, job.fetch(later + 1))
         if turn >= 0:
             going = job.take(turn, going)
+            if cutlass.const_expr(slot_turns is not None):  # noqa: SIM102, the inner one is for the GPU
+                if (turn + 1) % slot_turns == 0 and turn + 1 < num:
+                    arrive(ctx, block(), epoch + Uint32(turn // slot_turns))
         turn += 1
+    if cutlass.const_expr(slot_turns is not None):
+        index = Uint32((num - 1) // slot_turns)
+        if num > slot_turns:
+            meet(ctx, block(), epoch + index - 1, Int32(Phase.room))
+    return epoch + index
 
 
 def slot(ctx: Context, peer: Any, epoch: Any, sender: Any) -> Any:

@@ -23,6 +23,7 @@ _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
     (1024, 2, NUM_CHANNELS), (512, 4, NUM_CHANNELS),
 )  # fmt: skip
 _WORDS_THREADS = (128, 256, 512)
+_WAIT_BYTES = 512 << 10  # that pass a link while a rank waits once more: so many more than two shots may one shot send
 _WORDS_FROM = 48 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (8 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
 _LARGEST_STAGED = (32 << 10, 512)
@@ -35,8 +36,7 @@ class Thresholds:
 
     Attributes:
         all_reduce_ll_bytes: of the tensor, up to which LL pays in an all-reduce between two ranks.
-        one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not; without flags: that
-            it sends more than in two.
+        one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not.
         all_reduce_push_bytes: of a symmetric tensor, from which on pushing beats all else in an all-reduce.
         words_bytes: of a part that floats are reduced of, up to which LL without flags pays.
         ll_bytes: of a part, up to which LL pays in the other calls between two ranks.
@@ -81,6 +81,7 @@ class Launch:
         threads: threads a CTA.
         unroll: LL cells, or vectors in flight, a thread.
         chunk_bytes: of a part at a time, in staged kernels.
+        slots: whether words need several.
     """
 
     algorithm: Algorithm
@@ -88,6 +89,7 @@ class Launch:
     threads: int
     unroll: int
     chunk_bytes: int = 0
+    slots: bool = False
 
 
 def slice_bytes(num_bytes: int, world_size: int) -> int:
@@ -118,8 +120,10 @@ def words_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) ->
     num_vectors, most = max(1, -(-part_bytes // 16)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
     fitting = [threads for threads in _WORDS_THREADS if threads <= room and threads * most >= num_vectors]
     threads, unroll = (fitting[0], 1) if fitting else (min(_WORDS_THREADS[-1], room // 64 * 32), 2)
-    grid = min(most, -(-num_vectors // (threads * unroll)))
-    return Launch(algorithm=Algorithm.words, grid=grid, threads=threads, unroll=unroll)
+    pieces = -(-num_vectors // (threads * unroll))
+    grid = min(most, pieces)
+    slots = -(-pieces // grid) * threads * unroll > room
+    return Launch(algorithm=Algorithm.words, grid=grid, threads=threads, unroll=unroll, slots=slots)
 
 
 def may_start_early(shape: Launch) -> bool:
@@ -190,13 +194,13 @@ def choose(
     one that takes any tensors.
 
     LL sends world_size - 1 times the data, and a third of it as flags, but waits once, and so does one-shot, without
-    flags; two-shot kernels send 2 - 2 / world_size times the data and wait twice.
+    flags; two-shot kernels send 2 - 2 / world_size times the data (LL with flags) and wait twice.
     """
     sent, part = num_bytes * (world_size - 1), slice_bytes(num_bytes, world_size)
     shape: Launch | None = None
     if symmetric and num_bytes >= at.all_reduce_push_bytes:
         shape = staged_shape(part, world_size, num_sms, dtype, Algorithm.push)
-    if shape is None and sent * (world_size - 2) <= world_size * at.one_shot_bytes:
+    if shape is None and sent - sent * 8 // (3 * world_size) <= _WAIT_BYTES:
         shape = _words(num_bytes, dtype, world_size, num_sms, at)
     if shape is None and sent * world_size <= 2 * at.all_reduce_ll_bytes:
         shape = ll_shape(num_bytes, world_size, num_sms, itemsize=dtype.itemsize)

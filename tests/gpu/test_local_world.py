@@ -167,7 +167,7 @@ def test_many_chunks(algorithm: Algorithm, world_size: int) -> None:
     world = world_of(world_size)
     for count, late in ((1, None), (255, 0), (1024, 1), (4099, 0), (20000, None), (66666, 1), (600_000, 0)):
         grid = 4 if algorithm is not Algorithm.words else min(4, -(-count * 2 // (64 * 2 * 16)))  # each has a turn
-        shape = Launch(algorithm=algorithm, grid=grid, threads=64, unroll=2, chunk_bytes=512)
+        shape = Launch(algorithm=algorithm, grid=grid, threads=64, unroll=2, chunk_bytes=512, slots=count > 20000)
         for shift in (0, 3):
             if late is not None:
                 world.put(late, at.DELAY_NS, DELAY_NS)

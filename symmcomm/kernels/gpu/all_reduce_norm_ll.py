@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu import unflagged
+from symmcomm.kernels.gpu.access import VECTOR_BYTES
 from symmcomm.kernels.gpu.cells import remind
 from symmcomm.kernels.gpu.context import Context, after_previous_kernel, begin, block, end, thread
 from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Rows, placeholders
@@ -80,6 +81,11 @@ class WordsOfRows:
         number, exists = self.row_of(hop, turn)
         row = self.tensors.source + Int64(number) * self.tensors.source_pitch
         return [self.rows.access.load(row, i, exists) for i in self.rows.indices]
+
+    @property
+    def slot_turns(self) -> int:
+        """See ``unflagged.Job``."""
+        return self.ctx.layout.words_slot_bytes // (self.threads * self.vectors * VECTOR_BYTES)
 
     def places(self, turn: Any) -> list[Any]:
         """The thread's, in slots."""
@@ -185,7 +191,7 @@ class AllReduceNormLL:
         if in_order:
             remind(ctx, epoch)
         job = replace(job, epoch=epoch + 1)
-        unflagged.run(ctx, epoch + 1, job.num_turns, None, fetched, job, in_order)
+        unflagged.run(ctx, epoch + 1, job.num_turns, fetched, job, in_order)
         if in_order:
             end(ctx, block(), epoch + 1)
 

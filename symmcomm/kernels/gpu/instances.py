@@ -74,7 +74,8 @@ def _cells(shape: Launch, early: bool) -> dict[str, Any]:
 
 
 def _words(shape: Launch, early: bool) -> dict[str, Any]:
-    return {"threads": shape.threads, "vectors": shape.unroll, "early": early and may_start_early(shape)}
+    early = early and may_start_early(shape)
+    return {"threads": shape.threads, "vectors": shape.unroll, "slots": shape.slots, "early": early}
 
 
 def _chunks(shape: Launch) -> dict[str, Any]:

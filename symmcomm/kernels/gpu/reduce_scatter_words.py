@@ -54,7 +54,7 @@ class WordsOfParts:
 
     @property
     def slot_turns(self) -> int:
-        """Turns that fit a slot."""
+        """See ``unflagged.Job``."""
         return self.ctx.layout.words_slot_bytes // (self.threads * self.vectors * VECTOR_BYTES)
 
     @property
@@ -120,9 +120,11 @@ class ReduceScatterWords(ReducingTensors):
     parts are the ``same`` that one, which makes it an all-reduce; ``result``: ``count`` elements.
 
     Attributes: ``vectors`` of 16 bytes a thread and turn; a CTA's must fit ``words_slot_bytes``. No CTA may be without
-    any. With one vector a thread there is one turn. At most NUM_WORDS_CHANNELS CTAs."""
+    any. With one vector a thread there is one turn; ``slots`` whether all turns may need several. At most
+    NUM_WORDS_CHANNELS CTAs."""
 
     vectors: int
+    slots: bool = False
     same: bool = False
 
     @cute.kernel
@@ -143,5 +145,5 @@ class ReduceScatterWords(ReducingTensors):
                 moving.send(kept_in(fetched, job.num_fetched, 4), Int32(0), True)
                 moving.take(Int32(0), True)
             else:
-                epoch = unflagged.run(ctx, epoch, job.num_turns, job.slot_turns, fetched, moving, True)
+                epoch = unflagged.run(ctx, epoch, job.num_turns, fetched, moving, True, self.slots)
             end(ctx, block(), epoch)

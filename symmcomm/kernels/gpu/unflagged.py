@@ -40,9 +40,10 @@ _ONES = 0xFFFFFFFF
 
 
 class Job(Protocol):
-    """What moves. ``num_fetched``: vectors that ``fetch`` gives."""
+    """What moves. ``num_fetched``: vectors that ``fetch`` gives. ``slot_turns``: turns that fit a slot."""
 
     num_fetched: int
+    slot_turns: int
 
     def fetch(self, turn: Any) -> list[list[Any]]:
         """The thread's vectors for the peers; of nothing, where there is no such turn."""
@@ -56,30 +57,30 @@ class Job(Protocol):
 
 @cute.jit
 def run(
-    ctx: cutlass.Constexpr, epoch: Uint32, num: Int32, slot_turns: cutlass.Constexpr, fetched: cutlass.Constexpr,
-    job: cutlass.Constexpr, going: Boolean,
+    ctx: cutlass.Constexpr, epoch: Uint32, num: Int32, fetched: cutlass.Constexpr, job: cutlass.Constexpr,
+    going: Boolean, slots: cutlass.Constexpr = False,
 ) -> Any:  # fmt: skip
-    """``num`` turns from ``epoch`` on, ``slot_turns`` an epoch (None: all fit in one); idle ones from when a thread is
-    not ``going``: a wait gave up. ``fetched``: what ``job.fetch`` has given of the first, as ``keep`` keeps it. Returns
-    the last epoch."""
-    turn, num_vectors, index = Int32(-AHEAD), job.num_fetched, Uint32(0)
+    """``num`` turns from ``epoch`` on, idle ones from when a thread is not ``going``: a wait gave up. ``fetched``: what
+    ``job.fetch`` has given of the first, as ``keep`` keeps it. ``slots``: whether they may need several. Returns the
+    last epoch."""
+    turn, index, size = Int32(-AHEAD), Uint32(0), job.slot_turns
     while turn < num:
         later = turn + AHEAD
         if later < num:
-            if cutlass.const_expr(slot_turns is not None):  # noqa: SIM102, the inner one is for the GPU
-                if later % slot_turns == 0 and later >= 2 * slot_turns:
-                    going = going & meet(ctx, block(), epoch + Uint32(later // slot_turns - 2), Int32(Phase.room))
-            job.send(kept_in(fetched, num_vectors, 4), later, going)
+            if cutlass.const_expr(slots):  # noqa: SIM102, the inner one is for the GPU
+                if later % size == 0 and later >= 2 * size:
+                    going = going & meet(ctx, block(), epoch + Uint32(later // size - 2), Int32(Phase.room))
+            job.send(kept_in(fetched, job.num_fetched, 4), later, going)
             keep(fetched, job.fetch(later + 1))
         if turn >= 0:
             going = job.take(turn, going)
-            if cutlass.const_expr(slot_turns is not None):  # noqa: SIM102, the inner one is for the GPU
-                if (turn + 1) % slot_turns == 0 and turn + 1 < num:
-                    arrive(ctx, block(), epoch + Uint32(turn // slot_turns))
+            if cutlass.const_expr(slots):  # noqa: SIM102, the inner one is for the GPU
+                if (turn + 1) % size == 0 and turn + 1 < num:
+                    arrive(ctx, block(), epoch + Uint32(turn // size))
         turn += 1
-    if cutlass.const_expr(slot_turns is not None):
-        index = Uint32((num - 1) // slot_turns)
-        if num > slot_turns:
+    if cutlass.const_expr(slots):
+        index = Uint32((num - 1) // size)
+        if num > size:
             meet(ctx, block(), epoch + index - 1, Int32(Phase.room))
     return epoch + index
 

@@ -89,8 +89,12 @@ def test_all_reduce(gpu: Dry) -> None:
     gpu.all_reduce(torch.ones(0))
     assert gpu.kernels() == []
     gpu.all_reduce(torch.ones(5 * MI // 2))
+    assert gpu.kernels() == ["ReduceScatterWords"]
+    gpu.all_reduce(torch.ones(5 * MI // 2, dtype=torch.int32))
     assert gpu.kernels() == ["AllReduceStaged"]
-    tensor = gpu.symmetric(4 * MI).view(torch.float32)
+    gpu.all_reduce(gpu.symmetric(16 * MI).view(torch.float32))
+    assert gpu.kernels() == ["AllReduceStaged"]  # a push
+    tensor = gpu.symmetric(4 * MI).view(torch.int32)
     gpu.all_reduce(tensor)
     gpu.all_reduce(tensor.view(2, -1))
     assert gpu.kernels() == 2 * ["AllReduceTwoShot"]
@@ -100,8 +104,8 @@ def test_all_reduce(gpu: Dry) -> None:
 
 def test_a_kernel_is_compiled_when_it_is_needed() -> None:
     gpu = Dry()
-    tensor = gpu.symmetric(4 * MI).view(torch.float32)
-    for one, kernels in ((tensor, 1), (tensor, 1), (torch.ones(len(tensor)), 2)):
+    tensor = gpu.symmetric(4 * MI).view(torch.int32)
+    for one, kernels in ((tensor, 1), (tensor, 1), (torch.ones(len(tensor), dtype=torch.int32), 2)):
         gpu.all_reduce(one)
         assert len(gpu._names) == kernels
 
@@ -111,6 +115,8 @@ def test_reduce(gpu: Dry) -> None:
         gpu.reduce(torch.ones(100), dst)
         assert gpu.kernels() == ["ReduceScatterLL"]
         gpu.reduce(torch.ones(MI), dst, "max")
+        assert gpu.kernels()[-1] == "ReduceScatterWords"
+        gpu.reduce(torch.ones(MI, dtype=torch.int32), dst, "max")
         assert gpu.kernels()[-1] in ("AllReduceTwoShot", "AllReduceLLTwoShot")
 
 
@@ -128,8 +134,9 @@ def test_the_result_of_reduce_stays_where_it_is_wanted(monkeypatch: pytest.Monke
 def test_reduce_scatter(gpu: Dry) -> None:
     gpu.reduce_scatter_tensor(torch.ones(5), torch.ones(10), "avg")
     gpu.reduce_scatter_tensor(torch.ones(MI), torch.ones(2 * MI))
-    assert gpu.kernels() == ["ReduceScatterLL", "ReduceScatterStaged"]
-    input = gpu.symmetric(32 * MI).view(torch.float32)
+    gpu.reduce_scatter_tensor(torch.ones(MI, dtype=torch.int32), torch.ones(2 * MI, dtype=torch.int32))
+    assert gpu.kernels() == ["ReduceScatterLL", "ReduceScatterWords", "ReduceScatterStaged"]
+    input = gpu.symmetric(32 * MI).view(torch.int32)
     gpu.reduce_scatter_tensor(input[: 4 * MI], input)
     assert gpu.kernels() == ["ReduceScatterPull"]
     with pytest.raises(ArgumentError, match="there it may only be part 0 of it"):
@@ -145,11 +152,11 @@ def test_rings(gpu: Dry) -> None:
     assert gpu.kernels() == ["Ring"] * 4
     assert len(gpu.ring_tables) == 3
     gpu.reduce_scatter_tensor(part, tensor, ring_mode=RingMode.All2All)
-    assert gpu.kernels() == ["ReduceScatterStaged"]
+    assert gpu.kernels() == ["ReduceScatterWords"]
     gpu.ring_from = (RingMode.Ring1D, tensor.nbytes)  # where the topology suggests it
     gpu.reduce_scatter_tensor(part, tensor)
     gpu.reduce_scatter_tensor(part[:-1], tensor[:-2])
-    assert gpu.kernels() == ["Ring", "ReduceScatterStaged"]
+    assert gpu.kernels() == ["Ring", "ReduceScatterWords"]
     with pytest.raises(TopologyError, match="needs 1 levels of groups"):
         gpu.all_reduce(tensor, ring_mode=RingMode.Ring2D)
     with pytest.raises(PlanError, match="is no all-reduce"):

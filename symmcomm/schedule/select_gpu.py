@@ -113,13 +113,16 @@ def ll_shape(
 
 def words_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) -> Launch | None:
     """LL without flags, for parts of that size: one turn of as few threads as do, else several, of two vectors a
-    thread. None for what is no float."""
+    thread, at least two of which fit a slot (``kernels.gpu.unflagged``). None for what is no float, and where a slot
+    has no room for as many threads as there are ranks, each of which signals one."""
     if not dtype.is_floating_point or dtype.itemsize > 4:
         return None
     room = Layout.create(world_size).words_slot_bytes // 16
     num_vectors, most = max(1, -(-part_bytes // 16)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
     fitting = [threads for threads in _WORDS_THREADS if threads <= room and threads * most >= num_vectors]
-    threads, unroll = (fitting[0], 1) if fitting else (min(_WORDS_THREADS[-1], room // 64 * 32), 2)
+    threads, unroll = (fitting[0], 1) if fitting else (min(_WORDS_THREADS[-1], room // 128 * 32), 2)
+    if threads < world_size:
+        return None
     pieces = -(-num_vectors // (threads * unroll))
     grid = min(most, pieces)
     slots = -(-pieces // grid) * threads * unroll > room

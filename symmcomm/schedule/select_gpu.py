@@ -23,6 +23,7 @@ _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
     (1024, 2, NUM_CHANNELS), (512, 4, NUM_CHANNELS),
 )  # fmt: skip
 _WORDS_THREADS = (128, 256, 512)
+_EARLY_THREADS = 2048  # a CTA, times ranks
 _WAIT_BYTES = 512 << 10  # that pass a link while a rank waits once more: so many more than two shots may one shot send
 _WORDS_FROM = 48 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (8 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
@@ -129,11 +130,12 @@ def words_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) ->
     return Launch(algorithm=Algorithm.words, grid=grid, threads=threads, unroll=unroll, slots=slots)
 
 
-def may_start_early(shape: Launch) -> bool:
+def may_start_early(shape: Launch, world_size: int) -> bool:
     """Whether a kernel may take its place while the last one still runs (``kernels.gpu.context``): if it is so small
-    that the kernels of two communicators, and those that wait behind them, fit on an SM together."""
+    that the kernels of two communicators, and those that wait behind them, fit on an SM together. Its threads have
+    registers for what comes from each rank: of 16-bit floats 40 with four ranks, 70 with eight."""
     is_small = shape.algorithm in (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot)
-    return is_small and shape.threads <= 512 and shape.unroll == 1
+    return is_small and shape.threads * max(4, world_size) <= _EARLY_THREADS and shape.unroll == 1
 
 
 def two_shot_shape(num_bytes: int, dtype: DType, world_size: int, num_sms: int) -> Launch:

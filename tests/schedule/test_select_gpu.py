@@ -105,7 +105,10 @@ def test_floats_that_are_not_few_need_no_flags() -> None:
 
 def test_what_starts_early_is_small() -> None:
     for num_bytes, early in ((1 << 10, True), (1 << 17, True), (1 << 20, True), (1 << 21, False), (1 << 25, False)):
-        assert may_start_early(choose(num_bytes, DType.bfloat16, 2, 132)) == early
+        assert may_start_early(choose(num_bytes, DType.bfloat16, 2, 132), 2) == early
+    for world_size, part, early in ((4, 1 << 20, True), (8, 1 << 19, True), (8, 1 << 20, False)):
+        shape = choose_reduce_scatter(part, DType.bfloat16, world_size, 132)
+        assert may_start_early(shape, world_size) == early
 
 
 def test_thresholds_move_the_choice() -> None:

@@ -78,8 +78,10 @@ def _all_gather(comm: Communicator, part: int, pushes: bool) -> tuple[Callable[[
     return lambda: comm.gpu_side.all_gather_into_tensor(output, input), output if pushes else None
 
 
-def _reduce_scatter(comm: Communicator, part: int) -> tuple[Callable[[], None], torch.Tensor | None]:
-    output, input = _tensor(comm, part, False), _tensor(comm, part * comm.world_size, True)
+def _reduce_scatter(
+    comm: Communicator, part: int, dtype: torch.dtype
+) -> tuple[Callable[[], None], torch.Tensor | None]:
+    output, input = _tensor(comm, part, False, dtype), _tensor(comm, part * comm.world_size, True, dtype)
     return lambda: comm.gpu_side.reduce_scatter_tensor(output, input), input
 
 
@@ -93,9 +95,15 @@ CONTESTS = (
         field="ll_bytes", small_first=True, scaled=True, sizes=_powers(14, 21),
         prepare=partial(_all_gather, pushes=False),
     ),
-    Contest(field="words_bytes", small_first=True, sizes=_powers(17, 24), prepare=_reduce_scatter),
+    Contest(
+        field="words_bytes", small_first=True, sizes=_powers(17, 26),
+        prepare=partial(_reduce_scatter, dtype=torch.bfloat16),
+    ),
     Contest(field="push_bytes", small_first=False, sizes=_powers(18, 25), prepare=partial(_all_gather, pushes=True)),
-    Contest(field="pull_bytes", small_first=False, sizes=_powers(19, 26), prepare=_reduce_scatter),
+    Contest(
+        field="pull_bytes", small_first=False, sizes=_powers(19, 26),
+        prepare=partial(_reduce_scatter, dtype=torch.int32),  # words would be chosen for floats, whatever it is
+    ),
 )
 
 

@@ -164,7 +164,7 @@ class GpuCollectives(GpuMemory):
         ring_mode: RingMode | Plan | None = None, num_blocks: int = 0,
     ) -> None:  # fmt: skip
         """Leaves part ``rank`` of the reduction of all inputs in ``output``, which may be that part of ``input``.
-        A large symmetric input is read in place; other data go through staging memory, pipelined."""
+        A large symmetric input of integers or float64 is read in place; other data go through memory of the heap."""
         target, source = self._pair(output, input, 1, self.world_size)
         num_bytes = output.nbytes
         check_place(self, source, target, num_bytes, "input", "output")

@@ -24,8 +24,8 @@ All functions take float32, float16 or bfloat16; sums and norms are in float32. 
 
     launch_with_pdl: on a GPU from sm_90 up, the kernel may start beside the one before it in the stream (programmatic
         dependent launch) and waits there for its end; ``weight`` and ``bias`` must be older than that one. Of kernels
-        with peers only those for few rows do, where ranks have a GPU each. Not beside another communicator's kernels:
-        what waits takes places that those may need.
+        with peers only those without signals do, where ranks have a GPU each. Not beside another communicator's
+        kernels: what waits takes places that those may need.
 
 What is sharded lies in slices of ⌈rows / world_size⌉ rows (``row_slice``), the last ones shorter or empty, as
 ``torch.chunk`` cuts. Ranks must agree on rows, hidden, dtype and whether there are scales; MismatchError otherwise, on

@@ -23,6 +23,7 @@ _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
     (1024, 2, NUM_CHANNELS), (512, 4, NUM_CHANNELS),
 )  # fmt: skip
 _WORDS_THREADS = (128, 256, 512)
+_EARLY_THREADS = 2048  # a CTA, times ranks
 _WAIT_BYTES = 512 << 10  # that pass a link while a rank waits once more: so many more than two shots may one shot send
 _WORDS_FROM = 48 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (8 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
@@ -113,24 +114,28 @@ def ll_shape(
 
 def words_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) -> Launch | None:
     """LL without flags, for parts of that size: one turn of as few threads as do, else several, of two vectors a
-    thread. None for what is no float."""
+    thread, at least two of which fit a slot (``kernels.gpu.unflagged``). None for what is no float, and where a slot
+    has no room for as many threads as there are ranks, each of which signals one."""
     if not dtype.is_floating_point or dtype.itemsize > 4:
         return None
     room = Layout.create(world_size).words_slot_bytes // 16
     num_vectors, most = max(1, -(-part_bytes // 16)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
     fitting = [threads for threads in _WORDS_THREADS if threads <= room and threads * most >= num_vectors]
-    threads, unroll = (fitting[0], 1) if fitting else (min(_WORDS_THREADS[-1], room // 64 * 32), 2)
+    threads, unroll = (fitting[0], 1) if fitting else (min(_WORDS_THREADS[-1], room // 128 * 32), 2)
+    if threads < world_size:
+        return None
     pieces = -(-num_vectors // (threads * unroll))
     grid = min(most, pieces)
     slots = -(-pieces // grid) * threads * unroll > room
     return Launch(algorithm=Algorithm.words, grid=grid, threads=threads, unroll=unroll, slots=slots)
 
 
-def may_start_early(shape: Launch) -> bool:
+def may_start_early(shape: Launch, world_size: int) -> bool:
     """Whether a kernel may take its place while the last one still runs (``kernels.gpu.context``): if it is so small
-    that the kernels of two communicators, and those that wait behind them, fit on an SM together."""
+    that the kernels of two communicators, and those that wait behind them, fit on an SM together. Its threads have
+    registers for what comes from each rank: of 16-bit floats 40 with four ranks, 70 with eight."""
     is_small = shape.algorithm in (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot)
-    return is_small and shape.threads <= 512 and shape.unroll == 1
+    return is_small and shape.threads * max(4, world_size) <= _EARLY_THREADS and shape.unroll == 1
 
 
 def two_shot_shape(num_bytes: int, dtype: DType, world_size: int, num_sms: int) -> Launch:

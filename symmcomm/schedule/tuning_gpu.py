@@ -13,7 +13,7 @@ from typing import Any
 from symmcomm.errors import ArgumentError
 from symmcomm.schedule.select_gpu import DEFAULT, Thresholds
 
-_NEVER = 1 << 62  # bytes: more than any tensor has
+_BEYOND = 1 << 62  # bytes: more than any tensor has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,8 @@ def updated(text: str, world: World, thresholds: Thresholds) -> str:
 
 
 def last_win(sizes: Sequence[int], first: Sequence[float], second: Sequence[float]) -> int:
-    """Up to which of the sizes, in ascending order, the first takes no longer than the second; 0 if never.
+    """Up to which of the sizes, in ascending order, the first takes no longer than the second; 0 if never, and more
+    than any tensor has if it does at the largest.
 
     One size at which it loses does not count if it wins at the next one: times scatter.
     """
@@ -69,12 +70,12 @@ def last_win(sizes: Sequence[int], first: Sequence[float], second: Sequence[floa
             won = size
         elif not any(wins[i + 1 : i + 2]):
             break
-    return won
+    return _BEYOND if won == sizes[-1] else won
 
 
 def first_win(sizes: Sequence[int], first: Sequence[float], second: Sequence[float]) -> int:
     """From which of the sizes on the first takes no longer than the second, on all larger ones too."""
-    start = _NEVER
+    start = _BEYOND
     for size, a, b in zip(reversed(sizes), reversed(first), reversed(second), strict=True):
         if a > b:
             break

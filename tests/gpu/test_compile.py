@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,16 @@ def test_words(dtype: DType, arch: str, tmp_path: Path) -> None:
         ptx = ptx_of(build(launch(Algorithm.words), dtype, Op.sum, world_size, ARCHITECTURES[arch]), arch, tmp_path)
         for access in ("st.relaxed.sys.global.v4.b32", "ld.relaxed.sys.global.v4.b32", "ld.global.v4.b32"):
             assert access in ptx
+
+
+@PER_ARCHITECTURE
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_words_in_slots(world_size: int, arch: str, tmp_path: Path) -> None:
+    """Only where there may be several, something is signalled and awaited."""
+    for slots in (False, True):
+        shape = replace(launch(Algorithm.words, 2), slots=slots)
+        kernel = instances.reduce_scatter(shape, DType.bfloat16, Op.sum, world_size, ARCHITECTURES[arch])
+        assert (SIGNALS[1] in ptx_of(kernel, arch, tmp_path)) == slots
 
 
 @PER_ARCHITECTURE

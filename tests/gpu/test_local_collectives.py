@@ -355,8 +355,9 @@ def any_call(world: LocalWorld, rng: random.Random, start: int, seed: int) -> Ca
     if kind == "uneven":
         return uneven(world, SMALL_CHUNKS, random_splits(world.world_size, size + 16, rng), seed=seed)
     if kind == "sum":
-        algorithm = rng.choice((Algorithm.ll, Algorithm.pull, Algorithm.staged))
+        algorithm = rng.choice((Algorithm.ll, Algorithm.words, Algorithm.words, Algorithm.pull, Algorithm.staged))
         shape = smaller(rng, sum_shape(world, algorithm, DType.bfloat16, part))
+        shape, part = longer(world, rng, shape, part)
         return scatter_sum(world, shape, DType.bfloat16, Op.sum, part, seed=seed, start=start)
     if kind == "all_reduce":
         return all_reduce(world, rng, part, start, seed)
@@ -371,11 +372,21 @@ def smaller(rng: random.Random, shape: Launch) -> Launch:
     return rng.choice((shape, small)) if shape.chunk_bytes else shape
 
 
+def longer(world: LocalWorld, rng: random.Random, shape: Launch, count: int) -> tuple[Launch, int]:
+    """The shape, for so many 16-bit elements; or, of words, a CTA alone that takes turns in up to four slots."""
+    if shape.algorithm is not Algorithm.words or rng.random() < 0.3:
+        return shape, count
+    slot = world.layout.words_slot_bytes
+    threads = min(512, slot // (2 * 2 * 16) // 32 * 32)  # of two vectors; a slot holds two turns at least
+    return replace(shape, grid=1, threads=threads, unroll=2, slots=True), rng.randrange(1, 4 * slot // 2)
+
+
 def all_reduce(world: LocalWorld, rng: random.Random, count: int, start: int, seed: int) -> Call:
     import test_local_world as other
 
     dtype, size = DType.bfloat16, world.world_size
     shape = smaller(rng, other.shape_of(world, rng.choice(other.ALL_REDUCE), dtype, count))
+    shape, count = longer(world, rng, shape, count)
     place = Place(world, count * 2, True, start)
     parts = inputs(dtype, Op.sum, size, count, seed)
     for rank, part in enumerate(parts):

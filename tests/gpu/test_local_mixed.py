@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,7 @@ def norm(world: LocalWorld, chance: random.Random, start: int, seed: int) -> Mad
         rows = select_norm.part_rows(problem.rows, size) if scatter else problem.rows
         fits = select_norm.ll_shape(rows, problem.hidden, dtype, size, world.num_sms, NO_CLUSTERS)
         assert fits is not None
+        fits = replace(fits, grid=min(fits.grid, chance.choice((2, world.num_sms))))  # fewer CTAs than rows take turns
     else:
         fits = chance.choice([s for s in norms.shapes_of(world, problem, scatter) if s.form is form])
     tensors, kernels, arguments = norms.exchange_call(world, problem, fits, scatter)

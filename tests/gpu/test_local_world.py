@@ -325,6 +325,20 @@ def test_a_missing_peer_is_named(algorithm: Algorithm, world_size: int) -> None:
     assert time.monotonic() - start < 0.5 * deadline_s  # and nobody waits a second time
 
 
+def test_a_missing_peer_is_awaited_once_whatever_the_slots() -> None:
+    deadline_s = 1.0
+    world = LocalWorld(2, 1 << 20, deadline_s)
+    shape = Launch(algorithm=Algorithm.words, grid=1, threads=512, unroll=2, slots=True)
+    buffers = Buffers(world, DType.bfloat16, 12 * world.layout.words_slot_bytes // 2, False)
+    function = kernel(world, shape, DType.bfloat16, Op.sum)
+    start = time.monotonic()
+    world.launch(function, arguments(buffers, shape), ranks=[0])
+    assert 0.75 * deadline_s < time.monotonic() - start < 5 * deadline_s
+    record = world.record(0)
+    assert record is not None
+    assert (record.rank, record.peer, record.phase) == (0, 1, Phase.data)
+
+
 BARRIERS = [
     ("all_to_all", "epoch", Phase.enter), ("ring", "epoch", Phase.ring), ("all_to_all", "cas", Phase.take),
     ("ring", "cas", Phase.take), ("all_to_all", "multicast", Phase.enter),

@@ -1,6 +1,7 @@
-"""The pipelines of ``kernels.gpu.staged``, ``all_reduce_norm`` and ``ring`` as a model: CTAs of all ranks in random
-order, kernels of all kinds after each other. No chunk may go into memory that holds one which has not been read, none
-may be taken for another, no signal may go back, nobody may wait for ever, and all ranks end at the same epochs."""
+"""The pipelines of ``kernels.gpu.staged``, ``all_reduce_norm``, ``ring`` and ``unflagged`` as a model: CTAs of all
+ranks in random order, kernels of all kinds after each other. No chunk may go into memory that holds one which has not
+been read, none may be taken for another, no signal may go back, nobody may wait for ever, and all ranks end at the same
+epochs."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ PATIENCE = 200_000  # steps without a CTA that ends
 
 @dataclass
 class World:
-    """What kernels share: pads by (rank, channel, sender), sets of slots by (rank, channel, number of the set)."""
+    """What kernels share: pads by (rank, channel, sender), sets of slots by (rank, channel, number of the set), and
+    words by (rank, channel, parity, sender, place, thread)."""
 
     size: int
     pads: dict[tuple[int, int, int], int] = field(default_factory=dict)
     sets: dict[tuple[int, int, int], dict[object, object]] = field(default_factory=dict)
+    words: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
     epochs: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def peers(self, rank: int) -> list[int]:
@@ -150,24 +153,97 @@ def barriers(world: World, rank: int, channel: int, num: int, call: int) -> Step
         world.epochs[rank, channel] = epoch
 
 
+@dataclass
+class Words:
+    """A CTA of ``unflagged.run``, of threads that only its barriers hold together. ``size``: turns a slot.
+
+    Here a thread could refill a slot without waiting, as what it polled last was sent after its place was read; the
+    wait is for the order of the stores that clear, which a model whose steps are seen by all at once does not show.
+    """
+
+    world: World
+    rank: int
+    channel: int
+    num: int
+    call: int
+    size: int
+    epoch: int
+    arrived: int = 0
+
+    THREADS = 2
+
+    def together(self) -> Steps:
+        """CTA barrier."""
+        self.arrived += 1
+        goal = -(-self.arrived // self.THREADS) * self.THREADS
+        while self.arrived < goal:
+            yield
+
+    def place(self, turn: int, thread: int, sender: int, receiver: int) -> tuple[int, ...]:
+        return receiver, self.channel, (self.epoch + turn // self.size) % 2, sender, turn % self.size, thread
+
+    def thread(self, thread: int) -> Steps:
+        world, rank, channel, size = self.world, self.rank, self.channel, self.size
+        for turn in range(-1, self.num):
+            if (later := turn + 1) < self.num:
+                if later % size == 0 and later >= 2 * size:
+                    yield from self.meet(thread, self.epoch + later // size - 2)
+                for peer in world.peers(rank):
+                    place = self.place(later, thread, rank, peer)
+                    assert place not in world.words, f"{world.words[place]} is overwritten"
+                    world.words[place] = self.call, later
+                    yield
+            if turn < 0:
+                continue
+            for peer in world.peers(rank):
+                place = self.place(turn, thread, peer, rank)
+                while place not in world.words:
+                    yield
+                assert world.words.pop(place) == (self.call, turn)
+            if later % size == 0 and later < self.num:
+                yield from self.together()
+                if thread == 0:
+                    yield from world.arrive(rank, channel, self.epoch + turn // size)
+        if self.num > size:
+            yield from self.meet(thread, self.epoch + (self.num - 1) // size - 1)
+
+    def meet(self, thread: int, epoch: int) -> Steps:
+        if thread == 0:
+            yield from self.world.meet(self.rank, self.channel, epoch)
+        yield from self.together()
+
+
+def words(size: int, world: World, rank: int, channel: int, num: int, call: int) -> Steps:
+    """A CTA of words that announce themselves."""
+    rng, epoch = random.Random(call + 100 * rank), world.epochs.get((rank, channel), 0) + 1
+    cta = Words(world, rank, channel, num, call, size, epoch)
+    threads = [cta.thread(thread) for thread in range(Words.THREADS)]
+    while threads:
+        thread = rng.choice(threads)
+        for _ in range(rng.choice((1, 5))):
+            if next(thread, world) is world:
+                threads.remove(thread)
+                break
+            yield
+    world.epochs[rank, channel] = epoch + (num - 1) // size
+
+
 KERNELS: dict[str, Kernel] = {
     "staged": partial(staged, False), "split": partial(staged, True), "norm": norm, "ring": partial(ring, False),
-    "pull ring": partial(ring, True), "barriers": barriers,
+    "pull ring": partial(ring, True), "barriers": barriers, "words": partial(words, 9), "slots": partial(words, 2),
+    "long slots": partial(words, 3),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_any_order(seed: int) -> None:
-    rng = random.Random(seed)
+def run(rng: random.Random, kinds: list[Kernel]) -> None:
+    """Some of these kernels, one after the other."""
     world = World(rng.choice((2, 2, 3, 4)))
-    kernels = [
-        (rng.choice(list(KERNELS)), [rng.randint(1, 9) for _ in range(rng.randint(1, 4))]) for _ in range(12)
-    ]
+    kernels = [(rng.choice(kinds), [rng.randint(1, 9) for _ in range(rng.randint(1, 4))]) for _ in range(12)]
 
     def launch(rank: int, call: int) -> list[Steps]:
         """The CTAs of a kernel, by the chunks of each channel."""
-        kind, chunks = kernels[call]
-        return [KERNELS[kind](world, rank, channel, num, call) for channel, num in enumerate(chunks)]
+        kernel, chunks = kernels[call]
+        return [kernel(world, rank, channel, num, call) for channel, num in enumerate(chunks)]
 
     at = [0] * world.size
     running = [launch(rank, 0) for rank in range(world.size)]
@@ -190,3 +266,20 @@ def test_any_order(seed: int) -> None:
     for rank in range(world.size):
         for channel in range(4):
             assert world.epochs.get((rank, channel), 0) == world.epochs.get((0, channel), 0)
+    assert not world.words
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_any_order(seed: int) -> None:
+    run(random.Random(seed), list(KERNELS.values()))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_words_after_each_other(seed: int) -> None:
+    run(random.Random(seed), [KERNELS[kind] for kind in ("words", "slots", "long slots")])
+
+
+def test_slots_of_one_turn_would_not_do() -> None:
+    """The second is filled before a rank has heard from its peers in this kernel."""
+    with pytest.raises(AssertionError, match="overwritten"):
+        run(random.Random(0), [partial(words, 1)])

@@ -25,6 +25,7 @@ from symmcomm.schedule.select_gpu import (
     choose_reduce_scatter,
     may_start_early,
     uneven_shape,
+    words_shape,
 )
 
 WORLDS = (2, 3, 5, 8, 16, 72)
@@ -43,6 +44,9 @@ def assert_fits(shape: Launch, part_bytes: int, world_size: int, num_sms: int, i
         assert (shape.grid - 1) * turn < part_bytes
         assert turn <= layout.words_slot_bytes
         assert shape.unroll > 1 or shape.grid * turn >= part_bytes
+        turns = -(-part_bytes // (shape.grid * turn))
+        assert shape.slots or turns * turn <= layout.words_slot_bytes
+        assert not shape.slots or 2 * turn <= layout.words_slot_bytes
     if shape.chunk_bytes:
         assert shape.grid <= STAGED
         assert 0 < shape.chunk_bytes <= layout.staging_slot_bytes
@@ -63,6 +67,16 @@ def test_what_is_chosen_fits(world_size: int, num_sms: int) -> None:
         for places in ((False, False), (True, False), (False, True)):
             assert_fits(choose_all_gather(part, world_size, num_sms, *places), part, world_size, num_sms)
     assert_fits(uneven_shape(world_size, num_sms), 1, world_size, num_sms)
+
+
+def test_slots_of_words_hold_two_turns_of_all_ranks_or_none() -> None:
+    """Else the second slot would be filled before a rank has heard from its peers; and each thread signals one."""
+    for world_size in (2, 8, 9, 16, 17, 64, 65, 128, 129, 300, 1024):
+        for part in (1 << 10, 1 << 20, 1 << 30):
+            shape = words_shape(part, world_size, 132, DType.bfloat16)
+            if shape is not None:
+                assert_fits(shape, part, world_size, 132)
+        assert (shape is not None) == (world_size <= 64)
 
 
 def test_an_ordinary_tensor_needs_no_heap() -> None:
@@ -91,7 +105,10 @@ def test_floats_that_are_not_few_need_no_flags() -> None:
 
 def test_what_starts_early_is_small() -> None:
     for num_bytes, early in ((1 << 10, True), (1 << 17, True), (1 << 20, True), (1 << 21, False), (1 << 25, False)):
-        assert may_start_early(choose(num_bytes, DType.bfloat16, 2, 132)) == early
+        assert may_start_early(choose(num_bytes, DType.bfloat16, 2, 132), 2) == early
+    for world_size, part, early in ((4, 1 << 20, True), (8, 1 << 19, True), (8, 1 << 20, False)):
+        shape = choose_reduce_scatter(part, DType.bfloat16, world_size, 132)
+        assert may_start_early(shape, world_size) == early
 
 
 def test_thresholds_move_the_choice() -> None:

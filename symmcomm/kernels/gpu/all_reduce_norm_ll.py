@@ -1,4 +1,4 @@
-"""All-reduce or reduce-scatter of a few rows, residual and RMSNorm in one kernel, without flags and barriers.
+"""All-reduce or reduce-scatter of rows, residual and RMSNorm in one kernel, without flags and barriers.
 
 Formulas in ``norm_row``; ``unflagged`` says how data announces itself. A row is shared by a cluster of CTAs, each of
 which is a channel and holds ``threads · vectors`` vectors of it. Every rank sends its row to all, adds up what it gets

@@ -66,11 +66,11 @@ def announce(ctx: cutlass.Constexpr, channel: Int32, epoch: Uint32) -> None:
 
 
 @cute.jit
-def meet(ctx: cutlass.Constexpr, channel: Int32, epoch: Uint32, phase: Int32) -> Any:
-    """Waits for all peers' epoch, on behalf of the CTA. False on all threads: some wait gave up."""
-    met = Boolean(True)
-    peer = thread()
-    if peer < ctx.world_size and peer != ctx.rank:
+def meet(ctx: cutlass.Constexpr, channel: Int32, epoch: Uint32, phase: Int32, going: Boolean = True) -> Any:
+    """Waits for all peers' epoch, on behalf of the CTA. False on all threads: some wait gave up, now or before, as a
+    thread that is not ``going`` says, which waits no more."""
+    met, peer = Boolean(going), thread()
+    if met and peer < ctx.world_size and peer != ctx.rank:
         met = wait(ctx.state, ctx.rank, ctx.pad(ctx.rank, channel, peer), epoch, peer, channel, phase)
     return agree(met)
 

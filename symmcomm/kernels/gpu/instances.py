@@ -24,11 +24,11 @@ def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, 
     reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
     match shape.algorithm:
         case Algorithm.ll:
-            return ReduceScatterLL(**reduction, **_cells(shape, early), same=True)
+            return ReduceScatterLL(**reduction, **_cells(shape, world_size, early), same=True)
         case Algorithm.words:
-            return ReduceScatterWords(**reduction, **_words(shape, early), same=True)
+            return ReduceScatterWords(**reduction, **_words(shape, world_size, early), same=True)
         case Algorithm.ll_two_shot:
-            return AllReduceLLTwoShot(**reduction, **_cells(shape, early))
+            return AllReduceLLTwoShot(**reduction, **_cells(shape, world_size, early))
         case Algorithm.two_shot:
             return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll)
     if shape.algorithm is Algorithm.one_shot:
@@ -41,9 +41,9 @@ def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: i
     reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
     match shape.algorithm:
         case Algorithm.ll:
-            return ReduceScatterLL(**reduction, **_cells(shape, early))
+            return ReduceScatterLL(**reduction, **_cells(shape, world_size, early))
         case Algorithm.words:
-            return ReduceScatterWords(**reduction, **_words(shape, early))
+            return ReduceScatterWords(**reduction, **_words(shape, world_size, early))
         case Algorithm.pull:
             return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll)
     return ReduceScatterStaged(**reduction, **_chunks(shape))
@@ -54,7 +54,7 @@ def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False) 
     threads, unroll = shape.threads, shape.unroll
     match shape.algorithm:
         case Algorithm.ll:
-            return AllGatherLL(world_size=world_size, same=same, **_cells(shape, early))
+            return AllGatherLL(world_size=world_size, same=same, **_cells(shape, world_size, early))
         case Algorithm.push:
             return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll)
         case Algorithm.pull:
@@ -69,12 +69,13 @@ def all_to_all_uneven(shape: Launch, world_size: int) -> Kernel:
     )
 
 
-def _cells(shape: Launch, early: bool) -> dict[str, Any]:
-    return {"threads": shape.threads, "cells": shape.unroll, "early": early and may_start_early(shape)}
+def _cells(shape: Launch, world_size: int, early: bool) -> dict[str, Any]:
+    early = early and may_start_early(shape, world_size)
+    return {"threads": shape.threads, "cells": shape.unroll, "early": early}
 
 
-def _words(shape: Launch, early: bool) -> dict[str, Any]:
-    early = early and may_start_early(shape)
+def _words(shape: Launch, world_size: int, early: bool) -> dict[str, Any]:
+    early = early and may_start_early(shape, world_size)
     return {"threads": shape.threads, "vectors": shape.unroll, "slots": shape.slots, "early": early}
 
 

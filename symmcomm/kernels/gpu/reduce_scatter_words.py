@@ -120,8 +120,8 @@ class ReduceScatterWords(ReducingTensors):
     parts are the ``same`` that one, which makes it an all-reduce; ``result``: ``count`` elements.
 
     Attributes: ``vectors`` of 16 bytes a thread and turn; a CTA's must fit ``words_slot_bytes``. No CTA may be without
-    any. With one vector a thread there is one turn; ``slots`` whether all turns may need several. At most
-    NUM_WORDS_CHANNELS CTAs."""
+    any. With one vector a thread there is one turn; ``slots`` whether all turns may need several, each of which must
+    hold two turns. At most NUM_WORDS_CHANNELS CTAs, of as many threads as there are ranks or more."""
 
     vectors: int
     slots: bool = False

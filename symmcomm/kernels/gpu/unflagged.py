@@ -13,8 +13,10 @@ kernels: it asks of every kernel that on each channel it uses all ranks hear fro
 A kernel may take ``turns``: each sends the CTA's share of turn t + AHEAD, and takes what the peers have sent of turn t.
 So ranks keep in step, and what is polled does not wait behind all that this SM sends. What does not fit a slot goes on
 in that of the next epoch. Then more has to be said while the kernel runs: after its last turn in a slot a CTA signals
-that epoch, with all that its threads cleared; before the first turn that uses the slot again, and in the end of the
-last slot but one, it waits for that signal of all peers.
+that epoch, with all that its threads cleared; before the first turn that uses the slot again, and in the end for
+the last slot but one, it waits for that signal of all peers. Nothing is awaited for the second slot: a thread fills it
+after its first turn, in which it heard from all peers, whose kernels before were done. So a slot holds two turns at
+least; were it one, the second slot would be filled AHEAD of that.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _ONES = 0xFFFFFFFF
 
 
 class Job(Protocol):
-    """What moves. ``num_fetched``: vectors that ``fetch`` gives. ``slot_turns``: turns that fit a slot."""
+    """What moves. ``num_fetched``: vectors that ``fetch`` gives. ``slot_turns``: turns that fit a slot; more
+    than AHEAD, if there are several."""
 
     num_fetched: int
     slot_turns: int
@@ -69,7 +72,7 @@ def run(
         if later < num:
             if cutlass.const_expr(slots):  # noqa: SIM102, the inner one is for the GPU
                 if later % size == 0 and later >= 2 * size:
-                    going = going & meet(ctx, block(), epoch + Uint32(later // size - 2), Int32(Phase.room))
+                    going = meet(ctx, block(), epoch + Uint32(later // size - 2), Int32(Phase.room), going)
             job.send(kept_in(fetched, job.num_fetched, 4), later, going)
             keep(fetched, job.fetch(later + 1))
         if turn >= 0:
@@ -81,7 +84,7 @@ def run(
     if cutlass.const_expr(slots):
         index = Uint32((num - 1) // size)
         if num > size:
-            meet(ctx, block(), epoch + index - 1, Int32(Phase.room))
+            meet(ctx, block(), epoch + index - 1, Int32(Phase.room), going)
     return epoch + index
 
 

@@ -97,10 +97,10 @@ def _options(task: Task, index: int, early: bool) -> tuple[bool, ...]:
     return aligned, task.bias != 0, task.scaled, task.pdl and early and _device_of(index)[1] >= _PDL_FROM
 
 
-def _may_start_early(gpu: GpuCollectives, form: Form | None) -> bool:
-    """Whether a kernel with peers may take its place while the last one runs: one that is small, and has a GPU for each
-    rank. Else a CTA that waits could take the place that a peer's kernel needs."""
-    return gpu.early and form is Form.ll
+def _may_start_early(gpu: GpuCollectives, shape: RowLaunch, rows: int) -> bool:
+    """Whether a kernel with peers may take its place while the last one runs: one that is small, of as many clusters as
+    rows, and has a GPU for each rank. Else a CTA that waits could take the place that a peer's kernel needs."""
+    return gpu.early and shape.form is Form.ll and rows * shape.cluster == shape.grid
 
 
 def _arguments(task: Task) -> NormArguments:
@@ -148,7 +148,7 @@ def all_reduce(gpu: GpuCollectives, call: Call) -> None:
     if shape is None:
         return _norm_then_gather(gpu, call, gpu.num_sms, True, True)
     zeros = _without_residual(call) if task.residual == 0 else None
-    options = _options(task, gpu.ordinal, _may_start_early(gpu, shape.form))
+    options = _options(task, gpu.ordinal, _may_start_early(gpu, shape, task.rows))
     if shape.form is Form.direct:
         task.input, task.new_residual, task.out = places[:3]
         task.scales = places[3] if task.scaled else 0
@@ -172,7 +172,8 @@ def reduce_scatter(gpu: GpuCollectives, call: Call, max_ctas: int) -> None:
     if shape is None:
         return _reduce_scatter_then_norm(gpu, call, max_ctas)
     zeros = _without_residual(call) if task.residual == 0 else None
-    options = _options(task, gpu.ordinal, _may_start_early(gpu, shape.form))
+    rows = select_norm.part_rows(task.rows, gpu.world_size)
+    options = _options(task, gpu.ordinal, _may_start_early(gpu, shape, rows))
     function, grid = _exchange(shape, *facts[2:4], gpu.ordinal, True, options)
     gpu.run(function, _arguments(task), grid)
     del zeros
@@ -211,7 +212,7 @@ def gather(gpu: GpuCollectives, call: Call, max_ctas: int, reduces: bool) -> Non
     places = [_offset(gpu, call, tensor) for tensor in (call.out, call.scales) if tensor is not None]
     if min(source, *places) >= 0:
         zeros = _without_residual(call) if task.residual == 0 and task.new_residual else None
-        options = _options(task, gpu.ordinal, _may_start_early(gpu, Form.direct))
+        options = _options(task, gpu.ordinal, False)
         facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, gpu.num_sms, max_ctas, gpu.ordinal)
         function, grid = _direct(*facts, (reduces, task.residual != 0, False), options)
         task.input, task.out = source, places[0]

@@ -82,7 +82,7 @@ class Launch:
         threads: threads a CTA.
         unroll: LL cells, or vectors in flight, a thread.
         chunk_bytes: of a part at a time, in staged kernels.
-        slots: whether words need several.
+        slots: of words: 0 for one turn, 1 if all turns fit one slot, 2 if they need more.
     """
 
     algorithm: Algorithm
@@ -90,7 +90,7 @@ class Launch:
     threads: int
     unroll: int
     chunk_bytes: int = 0
-    slots: bool = False
+    slots: int = 0
 
 
 def slice_bytes(num_bytes: int, world_size: int) -> int:
@@ -113,20 +113,21 @@ def ll_shape(
 
 
 def words_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) -> Launch | None:
-    """LL without flags, for parts of that size: one turn of as few threads as do, else several, of two vectors a
-    thread, at least two of which fit a slot (``kernels.gpu.unflagged``). None for what is no float, and where a slot
-    has no room for as many threads as there are ranks, each of which signals one."""
+    """LL without flags, for parts of that size: one turn of as few threads as do, else several, of as many vectors a
+    thread as registers hold of all ranks, at least two of which fit a slot (``kernels.gpu.unflagged``). None for what
+    is no float, and where a slot has no room for as many threads as there are ranks, each of which signals one."""
     if not dtype.is_floating_point or dtype.itemsize > 4:
         return None
     room = Layout.create(world_size).words_slot_bytes // 16
     num_vectors, most = max(1, -(-part_bytes // 16)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
     fitting = [threads for threads in _WORDS_THREADS if threads <= room and threads * most >= num_vectors]
-    threads, unroll = (fitting[0], 1) if fitting else (min(_WORDS_THREADS[-1], room // 128 * 32), 2)
+    unroll = 1 if fitting or world_size > 4 else 2
+    threads = fitting[0] if fitting else min(_WORDS_THREADS[-1], room // (64 * unroll) * 32)
     if threads < world_size:
         return None
     pieces = -(-num_vectors // (threads * unroll))
     grid = min(most, pieces)
-    slots = -(-pieces // grid) * threads * unroll > room
+    slots = 0 if fitting else 1 if -(-pieces // grid) * threads * unroll <= room else 2
     return Launch(algorithm=Algorithm.words, grid=grid, threads=threads, unroll=unroll, slots=slots)
 
 
@@ -135,7 +136,7 @@ def may_start_early(shape: Launch, world_size: int) -> bool:
     that the kernels of two communicators, and those that wait behind them, fit on an SM together. Its threads have
     registers for what comes from each rank: of 16-bit floats 40 with four ranks, 70 with eight."""
     is_small = shape.algorithm in (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot)
-    return is_small and shape.threads * max(4, world_size) <= _EARLY_THREADS and shape.unroll == 1
+    return is_small and shape.threads * max(4, world_size) <= _EARLY_THREADS and shape.unroll == 1 and shape.slots == 0
 
 
 def two_shot_shape(num_bytes: int, dtype: DType, world_size: int, num_sms: int) -> Launch:

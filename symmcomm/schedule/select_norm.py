@@ -129,7 +129,7 @@ def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int
     vectors, most = row_vectors(hidden, dtype), max(1, min(NUM_WORDS_CHANNELS, num_sms))
     for unroll in (1, 2, 4):
         for cluster in (8, 4, 2, 1) if arch >= _CLUSTERS_FROM else (1,):
-            threads = -(-vectors // (32 * unroll * cluster)) * 32
+            threads = -(-max(vectors, world_size * unroll * cluster) // (32 * unroll * cluster)) * 32
             if cluster > 1 and threads < 128:
                 continue  # more warps pay more than more CTAs
             turns = -(-rows // most) if cluster == 1 else 1

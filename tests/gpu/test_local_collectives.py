@@ -275,7 +275,7 @@ def test_reduce_scatter_in_worlds(algorithm: Algorithm, world_size: int, dtype: 
         if algorithm is Algorithm.staged:
             run(world, scatter_sum(world, SMALL_CHUNKS, dtype, Op.sum, count, seed=seed, in_place=1))
     if algorithm is Algorithm.words and dtype.itemsize < 8:
-        many = Launch(algorithm=algorithm, grid=2, threads=32, unroll=2, slots=True)
+        many = Launch(algorithm=algorithm, grid=2, threads=32, unroll=2, slots=2)
         for in_place in (None, 0, 1):  # more turns than slots hold
             run(world, scatter_sum(world, many, dtype, Op.sum, 300_000, seed=9, in_place=in_place))
 
@@ -378,7 +378,7 @@ def longer(world: LocalWorld, rng: random.Random, shape: Launch, count: int) -> 
         return shape, count
     slot = world.layout.words_slot_bytes
     threads = min(512, slot // (2 * 2 * 16) // 32 * 32)  # of two vectors; a slot holds two turns at least
-    return replace(shape, grid=1, threads=threads, unroll=2, slots=True), rng.randrange(1, 4 * slot // 2)
+    return replace(shape, grid=1, threads=threads, unroll=2, slots=2), rng.randrange(1, 4 * slot // 2)
 
 
 def all_reduce(world: LocalWorld, rng: random.Random, count: int, start: int, seed: int) -> Call:

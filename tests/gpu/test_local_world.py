@@ -167,7 +167,9 @@ def test_many_chunks(algorithm: Algorithm, world_size: int) -> None:
     world = world_of(world_size)
     for count, late in ((1, None), (255, 0), (1024, 1), (4099, 0), (20000, None), (66666, 1), (600_000, 0)):
         grid = 4 if algorithm is not Algorithm.words else min(4, -(-count * 2 // (64 * 2 * 16)))  # each has a turn
-        shape = Launch(algorithm=algorithm, grid=grid, threads=64, unroll=2, chunk_bytes=512, slots=count > 20000)
+        shape = Launch(
+            algorithm=algorithm, grid=grid, threads=64, unroll=2, chunk_bytes=512, slots=1 + (count > 20000)
+        )  # fmt: skip
         for shift in (0, 3):
             if late is not None:
                 world.put(late, at.DELAY_NS, DELAY_NS)
@@ -328,7 +330,7 @@ def test_a_missing_peer_is_named(algorithm: Algorithm, world_size: int) -> None:
 def test_a_missing_peer_is_awaited_once_whatever_the_slots() -> None:
     deadline_s = 1.0
     world = LocalWorld(2, 1 << 20, deadline_s)
-    shape = Launch(algorithm=Algorithm.words, grid=1, threads=512, unroll=2, slots=True)
+    shape = Launch(algorithm=Algorithm.words, grid=1, threads=512, unroll=2, slots=2)
     buffers = Buffers(world, DType.bfloat16, 12 * world.layout.words_slot_bytes // 2, False)
     function = kernel(world, shape, DType.bfloat16, Op.sum)
     start = time.monotonic()

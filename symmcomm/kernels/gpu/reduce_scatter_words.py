@@ -120,11 +120,11 @@ class ReduceScatterWords(ReducingTensors):
     parts are the ``same`` that one, which makes it an all-reduce; ``result``: ``count`` elements.
 
     Attributes: ``vectors`` of 16 bytes a thread and turn; a CTA's must fit ``words_slot_bytes``. No CTA may be without
-    any. With one vector a thread there is one turn; ``slots`` whether all turns may need several, each of which must
+    any. ``slots``: 0 if there is one turn, 1 if all turns fit one slot, 2 if they may need several, each of which must
     hold two turns. At most NUM_WORDS_CHANNELS CTAs, of as many threads as there are ranks or more."""
 
     vectors: int
-    slots: bool = False
+    slots: int = 0
     same: bool = False
 
     @cute.kernel
@@ -141,9 +141,9 @@ class ReduceScatterWords(ReducingTensors):
             remind(ctx, epoch)
             epoch += 1
             moving = replace(job, epoch=epoch)
-            if cutlass.const_expr(self.vectors == 1):
+            if cutlass.const_expr(self.slots == 0):
                 moving.send(kept_in(fetched, job.num_fetched, 4), Int32(0), True)
                 moving.take(Int32(0), True)
             else:
-                epoch = unflagged.run(ctx, epoch, job.num_turns, fetched, moving, True, self.slots)
+                epoch = unflagged.run(ctx, epoch, job.num_turns, fetched, moving, True, self.slots > 1)
             end(ctx, block(), epoch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 from ranks import NEEDS_GPU, PAIR, STAGING, WORLDS, communicator, filled, host, in_turn, put, same, start
@@ -18,9 +20,15 @@ LARGE = 2 * STAGING + 32 + 8  # bytes: three rounds through staging memory, the 
 MOVED = (torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64)
 
 
+@lru_cache(maxsize=1)
+def inputs(world_size: int, count: int, dtype: DType, seed: int) -> list[torch.Tensor]:
+    """All ranks', on the host: of megabytes they take longer than the call."""
+    return [make_input(rank, count, dtype, seed) for rank in range(world_size)]
+
+
 def check_one(comm: Communicator, dtype: DType, op: Op, count: int, tensor: torch.Tensor) -> None:
     """One all-reduce of ``tensor``, with awkward values."""
-    parts = [make_input(rank, count, dtype, count + op) for rank in range(comm.world_size)]
+    parts = inputs(comm.world_size, count, dtype, count + op)
     tensor.copy_(parts[comm.rank])
     comm.all_reduce(tensor, op.name)
     check_reduction(tensor.cpu(), parts, dtype, op, f"all_reduce {dtype.name} {op.name} {count}")

@@ -18,11 +18,11 @@ logs=${OUT:-$(mktemp -d -t symmcomm-gpu-XXXXXX)} status=0 running="" job="" prel
 summary() { # whatever happened
     status=$((status ? status : $?))
     trap '' INT TERM
-    kill -INT $job 2>/dev/null || true
-    kill $preload 2>/dev/null || true
-    wait
     printf '%s\n' ${lines[@]+"${lines[@]}"}
     printf '%4d s in all, exit status %d; more in %s\n' $SECONDS "$status" "$logs"
+    kill -INT $job 2>/dev/null || true # after that, as the caller may not wait
+    kill $preload 2>/dev/null || true
+    wait
     exit "$status"
 }
 trap summary EXIT

@@ -4,7 +4,6 @@
 # set. What pytest says goes to files in $OUT, or in a new folder. A part that is not over in time is ended, and the tests that ran
 # then are named; the last lines say how each part ended, also after Ctrl-C. With arguments, all of them go to one pytest.
 set -euo pipefail
-shopt -s extglob
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export SYMMCOMM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 unset PYTHONDONTWRITEBYTECODE # Numba's cache lies beside the sources
@@ -68,7 +67,8 @@ if python -c 'import xdist' 2>/dev/null; then
     processes=(-n "$(between 1 6 $((cores / 5)))" --dist load --maxschedchunk 1) # each test has 2 to 8
 fi
 
+mapfile -t others < <(printf '%s\n' tests/gpu/test_*.py | grep -v /test_local_)
 phase one_process 240 "${tests[@]}" -m "$marked" ${one_process[@]+"${one_process[@]}"} tests/gpu/test_local_*.py
 phase numba 120 tail --pid=$preload -f /dev/null
-phase processes 240 "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} tests/gpu/test_!(local_*).py
-phase alone 120 "${tests[@]}" -m "$marked and alone" tests/gpu/test_!(local_*).py
+phase processes 240 "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} "${others[@]}"
+phase alone 120 "${tests[@]}" -m "$marked and alone" "${others[@]}"

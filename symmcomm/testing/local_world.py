@@ -61,6 +61,11 @@ class LocalWorld:
         start = rank * self.stride + offset
         return self.memory[start : start + num_bytes]
 
+    def all_bytes(self, offset: int, num_bytes: int) -> Tensor:
+        """Part of all ranks' heaps, a row each: what is copied to or from it is copied at once."""
+        first = self.bytes(0, offset, num_bytes)
+        return first.as_strided((self.world_size, num_bytes), (self.stride, 1))
+
     def tensor(self, rank: int, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         """``count`` elements of a rank's heap; ``offset`` a multiple of the element size."""
         return self.bytes(rank, offset, count * dtype.itemsize).view(dtype)

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from pathlib import Path
 
-for _name in ("numpy", "torch", "torch.distributed", "numba", "pytest", "symmcomm.communicator"):
+_modules = ["numpy", "torch", "torch.distributed", "numba", "pytest", "symmcomm.communicator"]
+if Path("/dev/nvidiactl").exists():  # the compiler: its import does not initialise CUDA, which would outlive no fork
+    _modules += ["symmcomm.collectives.gpu", "symmcomm.kernels.gpu.instances", "symmcomm.kernels.gpu.norm_instances"]
+for _name in _modules:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
 

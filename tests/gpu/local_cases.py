@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 
 import pytest
@@ -14,7 +16,11 @@ from symmcomm.testing.local_world import LocalWorld
 WORLDS = (2, 3, 4, 5, 8)
 DATA_BYTES = 24 << 20
 COUNTS = (1, 2, 3, 7, 8, 9, 64, 127, 1000, 4099)
+PERIOD = 99_991
+"""After so many elements long inputs repeat: a prime, so that no two chunks, parts or ranks have the same ones."""
 POISON = 0x5A
+MARGIN = 256
+ALIGNMENT = 512
 DELAY_NS = 3_000_000
 PATIENCE_S = 60.0
 """For waits that must succeed: no statement about speed, as other processes have their time slices on the GPU."""
@@ -30,10 +36,67 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return getattr(torch, dtype.name)
 
 
+def repeated(values: Tensor, count: int) -> Tensor:
+    """``count`` of them, from the start again and again."""
+    return values.repeat(-(-count // max(1, len(values))))[:count]
+
+
+@dataclass
+class Place:
+    """Bytes of each rank with poison around them, in the heaps or elsewhere. All ranks' are written, and read, by one
+    copy: each has to wait for the other processes on the GPU, and Python takes longer than the copy."""
+
+    world: LocalWorld
+    num_bytes: int
+    symmetric: bool
+    start: int = 0
+    shift: int = 0
+    raw: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole, size = self.num_bytes + 2 * MARGIN, self.world.world_size
+        if self.symmetric:
+            self.raw = self.world.all_bytes(self.world.data + self.start, whole)
+        else:
+            pitch = -(-whole // ALIGNMENT) * ALIGNMENT
+            self.raw = torch.empty(size, pitch, dtype=torch.uint8, device="cuda")[:, :whole]
+        self.raw.fill_(POISON)
+
+    @property
+    def first(self) -> int:
+        return MARGIN // 2 + self.shift
+
+    def bytes(self, rank: int) -> Tensor:
+        return self.raw[rank, self.first : self.first + self.num_bytes]
+
+    def address(self, rank: int) -> int:
+        return self.bytes(rank).data_ptr()
+
+    @property
+    def offset(self) -> int:
+        return self.world.data + self.start + self.first
+
+    def fill(self, parts: Sequence[Tensor], skips: Sequence[int] = ()) -> None:
+        """The ranks' values, ``skips`` bytes from the start, and poison everywhere else."""
+        image = torch.full(self.raw.shape, POISON, dtype=torch.uint8)
+        for rank, part in enumerate(parts):
+            begin = self.first + (skips[rank] if skips else 0)
+            image[rank, begin : begin + part.nbytes] = bits(part)
+        self.raw.copy_(image)
+
+    def read(self) -> Tensor:
+        """What the ranks have now, a row each, on the CPU. Around it nothing was written."""
+        found = self.raw.cpu()
+        end = self.first + self.num_bytes
+        assert bool((found[:, : self.first] == POISON).all())
+        assert bool((found[:, end:] == POISON).all())
+        return found[:, self.first : end].contiguous()
+
+
 def inputs(dtype: DType, op: Op, world_size: int, count: int, seed: int = 0) -> list[Tensor]:
     """What the ranks put in, on the CPU."""
     generator = torch.Generator().manual_seed(1000 * seed + count)
-    kind, shape = torch_dtype(dtype), (world_size, count)
+    kind, shape = torch_dtype(dtype), (world_size, min(count, PERIOD))
     if dtype is DType.bool:
         values = torch.randint(0, 2, shape, generator=generator)
     elif not dtype.is_floating_point:
@@ -42,7 +105,7 @@ def inputs(dtype: DType, op: Op, world_size: int, count: int, seed: int = 0) -> 
         values = torch.randint(low, high, shape, generator=generator)
     else:
         values = torch.randn(shape, generator=generator, dtype=torch.float64) * (1 if op is Op.prod else 100)
-    return list(values.to(kind))
+    return [repeated(part, count) for part in values.to(kind)]
 
 
 def rounded(accumulator: Tensor, dtype: DType) -> Tensor:
@@ -89,6 +152,8 @@ def bits(tensor: Tensor) -> Tensor:
 
 def assert_same(got: Tensor, expected: Tensor, what: str) -> None:
     """Bit by bit; any NaN matches any other."""
+    if torch.equal(bits(got), bits(expected)):
+        return
     if got.dtype.is_floating_point:
         nan = expected.to(torch.float32).isnan()
         assert torch.equal(got.to(torch.float32).isnan(), nan), what
@@ -100,10 +165,11 @@ def assert_same(got: Tensor, expected: Tensor, what: str) -> None:
 
 
 def assert_close_to_float64(result: Tensor, parts: list[Tensor], dtype: DType, op: Op) -> None:
-    """A sum of W numbers is off by at most W·u·Σ|x| to first order, u the unit roundoff of the type."""
+    """A sum of W numbers is off by at most W·u·Σ|x| to first order, u the unit roundoff of the type. Behind PERIOD all
+    repeats."""
     if not dtype.is_floating_point or op is not Op.sum:
         return
-    exact = torch.stack([p.to(torch.float64) for p in parts])
+    result, exact = result[:PERIOD], torch.stack([p[:PERIOD].to(torch.float64) for p in parts])
     info = torch.finfo(result.dtype)
     bound = len(parts) * info.eps / 2 * exact.abs().sum(0) + info.smallest_normal * info.eps
     limit = info.max

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -50,6 +50,13 @@ def start(body: Callable[..., Any], world_size: int, *args: Any, limit_s: float 
     """Runs the body on all ranks and returns their results."""
     env = {"SYMMCOMM_DISABLE_MULTICAST": "1", **options.pop("env", {})}
     return run_ranks(body, world_size, *args, timeout_s=limit_s, env=env, **options)
+
+
+def in_turn(bodies: Sequence[Callable[[int], None]], num_gpus: int) -> None:
+    """Several bodies on the same ranks, each with a communicator of its own: a process takes seconds to come to its
+    first call on a GPU, and to end."""
+    for body in bodies:
+        body(num_gpus)
 
 
 def pattern(rank: int, num_bytes: int) -> torch.Tensor:

@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from symmcomm.bench.case import Collective, cases
+from symmcomm.bench.method import Device, Method, Timing
+from symmcomm.bench.run import start_teams
+from symmcomm.bench.timing import measure
+from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.testing.spawn import launch_command
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -20,12 +25,10 @@ FORBID_MULTICAST = {
     "SYMMCOMM_DISABLE_MULTICAST": "1",
 }  # fmt: skip
 OWN = ["symm", "symm_heap"]
-COLLECTIVES = [
-    "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send_recv",
-    "barrier",
-]  # fmt: skip
-HOST_ONLY = ("barrier",)
-"""What virtual ranks, which have one host, refuse."""
+WAYS = {
+    "virtual_ranks": Method(device=Device.cuda, timing=Timing.graph, virtual_ranks=2),
+    "processes": Method(device=Device.cuda, timing=Timing.graph, share_gpu=NUM_GPUS < 2),
+}
 SIZES = ["-b", "1K", "-e", "16M", "-f", "128"]  # 1 KiB, 128 KiB, 16 MiB
 
 
@@ -102,15 +105,24 @@ def test_virtual_ranks_are_labelled(tmp_path: Path) -> None:
     assert content["method"]["virtual_ranks"] == 4
 
 
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_collective(tmp_path: Path, collective: str) -> None:
-    """Between virtual ranks, and between processes that share a GPU where there is one only."""
-    ways = [["--virtual-ranks", "2"], ["--nproc", "2", *([] if NUM_GPUS > 1 else ["--share-gpu"])]]
-    for way in ways if collective not in HOST_ONLY else ways[1:]:
-        results = bench(tmp_path / "run.json", collective, "-b", "64K", "-e", "1M", "-f", "16", *way)["results"]
-        own = [entry for entry in results if entry["implementation"] == "symm"]
-        assert [entry["wrong"] for entry in own] == [0] * len(own), own
-        assert own
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_every_collective(way: str) -> None:
+    """Between virtual ranks, and between processes that share a GPU where there is one only. One team measures all: it
+    takes longer to start than to measure."""
+    method = WAYS[way]
+    (team,) = start_teams([], 2, {}, method)
+    try:
+        for collective in Collective:
+            if collective is Collective.barrier and method.virtual_ranks:
+                continue  # they have one host
+            for case in cases(collective, 64 << 10, 1 << 20, 16, DType.bfloat16, Op.sum, 2):
+                symm, symm_heap = measure([team], case, 3, lambda _: None, method)
+                assert (symm.wrong, len(symm.round_us)) == (0, 3), symm
+                assert symm_heap.wrong == 0 or symm_heap.refusal, symm_heap
+        team.close()
+    finally:
+        team.kill()
 
 
 def test_the_doctor_sees_the_gpus() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
-from ranks import NEEDS_GPU, STAGING, WORLDS, communicator, filled, host, put, same, start
+from ranks import NEEDS_GPU, PAIR, STAGING, WORLDS, communicator, filled, host, in_turn, put, same, start
 
 from symmcomm import Communicator
 from symmcomm.schedule.dtypes import DType, Op, supports
@@ -18,9 +20,15 @@ LARGE = 2 * STAGING + 32 + 8  # bytes: three rounds through staging memory, the 
 MOVED = (torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64)
 
 
+@lru_cache(maxsize=1)
+def inputs(world_size: int, count: int, dtype: DType, seed: int) -> list[torch.Tensor]:
+    """All ranks', on the host: of megabytes they take longer than the call."""
+    return [make_input(rank, count, dtype, seed) for rank in range(world_size)]
+
+
 def check_one(comm: Communicator, dtype: DType, op: Op, count: int, tensor: torch.Tensor) -> None:
     """One all-reduce of ``tensor``, with awkward values."""
-    parts = [make_input(rank, count, dtype, count + op) for rank in range(comm.world_size)]
+    parts = inputs(comm.world_size, count, dtype, count + op)
     tensor.copy_(parts[comm.rank])
     comm.all_reduce(tensor, op.name)
     check_reduction(tensor.cpu(), parts, dtype, op, f"all_reduce {dtype.name} {op.name} {count}")
@@ -199,16 +207,23 @@ def messages(num_gpus: int) -> None:
 FEW = 4  # more ranks than that take turns on a GPU for milliseconds a step
 
 
-@pytest.mark.parametrize(("world_size", "num_gpus"), WORLDS)
-def test_every_dtype_and_operation(world_size: int, num_gpus: int) -> None:
-    if world_size > 2:
-        pytest.skip("what differs between worlds is in the other tests")
-    start(every_reduction, world_size, num_gpus)
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_dtype_and_operation(world_size: int) -> None:
+    """What differs between worlds, and between ranks that share a GPU and others, is in the other tests."""
+    start(every_reduction, world_size, PAIR)
 
 
-@pytest.mark.parametrize("body", [sizes_and_places, reduce_and_scatter, moves, symmetric_moves, uneven, messages])
+BODIES = {
+    "sizes_and_places": (sizes_and_places,), "reduce_and_scatter": (reduce_and_scatter,),
+    "others": (moves, symmetric_moves, uneven, messages),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bodies", BODIES)
 @pytest.mark.parametrize(("world_size", "num_gpus"), WORLDS)
-def test_calls(body, world_size: int, num_gpus: int) -> None:  # type: ignore[no-untyped-def]
-    if world_size > FEW and body is not sizes_and_places:
+def test_calls(bodies: str, world_size: int, num_gpus: int) -> None:
+    if world_size > FEW and bodies != "sizes_and_places":
         pytest.skip("4 ranks do")
-    start(body, world_size, num_gpus)
+    start(in_turn, world_size, BODIES[bodies], num_gpus)

@@ -500,6 +500,7 @@ def thresholds_of(path: str) -> object:
         return comm.gpu_side.thresholds
 
 
+@pytest.mark.slow
 def test_tuning_writes_the_table_that_communicators_read(tmp_path: Path) -> None:
     table = tmp_path / "tuning.json"
     command = [sys.executable, "-m", "symmcomm", "tune", "--nproc", "2", "--rounds", "1", "--output", str(table)]

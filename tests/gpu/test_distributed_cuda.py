@@ -77,6 +77,7 @@ def every_call() -> list[str]:
     return failed
 
 
+@pytest.mark.slow
 def test_every_call() -> None:
     assert [result.value for result in start(every_call)] == [[], []]
 

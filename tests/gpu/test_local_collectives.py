@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import pytest
@@ -14,12 +14,16 @@ from local_cases import (
     COUNTS,
     DATA_BYTES,
     DELAY_NS,
+    MARGIN,
     PATIENCE_S,
+    PERIOD,
     POISON,
     WORLDS,
+    Place,
     assert_same,
     inputs,
     reduced,
+    repeated,
     torch_dtype,
     world_of,
 )
@@ -38,47 +42,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-MARGIN = 256
 SMALL_CHUNKS = Launch(algorithm=Algorithm.staged, grid=3, threads=64, unroll=2, chunk_bytes=512)
 BYTES = (1, 2, 8, 15, 16, 24, 1000, 4096, 33333)
-
-
-@dataclass
-class Place:
-    """A tensor of each rank with poison around it, in the heaps or elsewhere."""
-
-    world: LocalWorld
-    num_bytes: int
-    symmetric: bool
-    start: int = 0
-    shift: int = 0
-    raw: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        whole, ranks = self.num_bytes + 2 * MARGIN, range(self.world.world_size)
-        if self.symmetric:
-            self.raw = [self.world.bytes(rank, self.world.data + self.start, whole) for rank in ranks]
-        else:
-            self.raw = [torch.empty(whole, dtype=torch.uint8, device="cuda") for _ in ranks]
-        for raw in self.raw:
-            raw.fill_(POISON)
-
-    def tensor(self, rank: int) -> Tensor:
-        first = MARGIN // 2 + self.shift
-        return self.raw[rank][first : first + self.num_bytes]
-
-    def address(self, rank: int) -> int:
-        return self.tensor(rank).data_ptr()
-
-    @property
-    def offset(self) -> int:
-        return self.world.data + self.start + MARGIN // 2 + self.shift
-
-    def assert_untouched(self) -> None:
-        first = MARGIN // 2 + self.shift
-        for raw in self.raw:
-            assert bool((raw[:first] == POISON).all())
-            assert bool((raw[first + self.num_bytes :] == POISON).all())
 
 
 @dataclass
@@ -104,7 +69,8 @@ def compiled(world: LocalWorld, kernel: object) -> Callable[..., None]:
 
 def random_bytes(num_bytes: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (num_bytes,), generator=generator, dtype=torch.uint8)
+    values = torch.randint(0, 256, (min(num_bytes, PERIOD),), generator=generator, dtype=torch.uint8)
+    return repeated(values, num_bytes)
 
 
 MOVES = ("all_gather", "broadcast", "all_to_all", "scatter")
@@ -134,17 +100,18 @@ def move(
     sends = part if same else part * size
     source = target if in_place else Place(world, sends, pull, start + whole + 4096, shifts[0])
     sent = [random_bytes(sends, 1000 * seed + rank) for rank in range(size)]
+    skips = [rank * part if in_place and kind == "all_gather" else 0 for rank in range(size)]
+    source.fill(sent, skips)
     arguments = []
     for rank in range(size):
-        skip = rank * part if in_place and kind == "all_gather" else 0
-        source.tensor(rank)[skip : skip + len(sent[rank])].copy_(sent[rank])
-        origin = (source.offset if pull else source.address(rank)) + skip
+        origin = (source.offset if pull else source.address(rank)) + skips[rank]
         place = target.offset if push else target.address(rank)
         pitches = (0 if same else part, 0 if root >= 0 else part)
         extra = (0,) if push else ()
         arguments.append((*extra, origin, pitches[0], place, pitches[1], part, root, shape.grid))
 
     def verify() -> None:
+        found = target.read()
         for rank in range(size):
             if root >= 0:
                 expected = sent[root] if same else sent[root][rank * part : (rank + 1) * part]
@@ -153,9 +120,8 @@ def move(
             else:
                 expected = torch.cat([s[rank * part : (rank + 1) * part] for s in sent])
             what = f"{kind} {shape.algorithm.name} W={size} part={part} shifts={shifts} root={root} rank {rank}"
-            assert_same(target.tensor(rank).cpu(), expected, what)
-        target.assert_untouched()
-        source.assert_untouched()
+            assert_same(found[rank], expected, what)
+        source.read()
 
     return Call(compiled(world, instances.all_gather(shape, size, same)), arguments, verify)
 
@@ -223,25 +189,20 @@ def scatter_sum(
     parts = inputs(dtype, op, size, count * size, seed)
     source = Place(world, part * size, pull, start, shift * dtype.itemsize)
     output = Place(world, part, False, 0, shift * dtype.itemsize)
-    arguments, results = [], []
-    for rank in range(size):
-        source.tensor(rank).copy_(parts[rank].contiguous().view(torch.uint8))
-        result = output.tensor(rank)
-        if in_place is not None:
-            skip = (rank + in_place) % size * part
-            result = source.tensor(rank)[skip : skip + part]
-        results.append(result)
+    source.fill(parts)
+    arguments, skips = [], [(rank + (in_place or 0)) % size * part for rank in range(size)]
+    for rank, skip in enumerate(skips):
         origin = (0, source.offset) if pull else (source.address(rank),)
-        arguments.append((*origin, result.data_ptr(), count, shape.grid))
+        result = output.address(rank) if in_place is None else source.address(rank) + skip
+        arguments.append((*origin, result, count, shape.grid))
 
     def verify() -> None:
-        expected = reduced(parts, dtype, op)
-        for rank in range(size):
+        expected, given, found = reduced(parts, dtype, op), source.read(), output.read()
+        for rank, skip in enumerate(skips):
+            got = found[rank] if in_place is None else given[rank, skip : skip + part]
             what = f"{shape.algorithm.name} {dtype.name} {op.name} W={size} n={count} shift={shift} rank {rank}"
             mine = expected[rank * count : (rank + 1) * count]
-            assert_same(results[rank].cpu().view(torch_dtype(dtype)), mine, what)
-        output.assert_untouched()
-        source.assert_untouched()
+            assert_same(got.view(torch_dtype(dtype)), mine, what)
 
     kernel = instances.reduce_scatter(shape, dtype, op, size, world.arch_number)
     return Call(compiled(world, kernel), arguments, verify)
@@ -389,17 +350,15 @@ def all_reduce(world: LocalWorld, rng: random.Random, count: int, start: int, se
     shape, count = longer(world, rng, shape, count)
     place = Place(world, count * 2, True, start)
     parts = inputs(dtype, Op.sum, size, count, seed)
-    for rank, part in enumerate(parts):
-        place.tensor(rank).copy_(part.contiguous().view(torch.uint8))
+    place.fill(parts)
     address: list[tuple[int, ...]] = [(place.address(rank),) * 2 for rank in range(size)]
     if shape.algorithm is Algorithm.two_shot:
         address = [(0, place.offset)] * size
 
     def verify() -> None:
-        for rank in range(size):
-            got = place.tensor(rank).cpu().view(torch.bfloat16)
-            assert_same(got, reduced(parts, dtype, Op.sum), f"{shape} n={count} rank {rank}")
-        place.assert_untouched()
+        expected = reduced(parts, dtype, Op.sum)
+        for rank, got in enumerate(place.read()):
+            assert_same(got.view(torch.bfloat16), expected, f"{shape} n={count} rank {rank}")
 
     arguments = [(*a, count, shape.grid) for a in address]
     return Call(other.kernel(world, shape, dtype, Op.sum), arguments, verify)

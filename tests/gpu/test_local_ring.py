@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_cases import DELAY_NS, POISON, assert_same, inputs, torch_dtype, world_of
+from local_cases import DELAY_NS, Place, assert_same, inputs, torch_dtype, world_of
 from torch import Tensor
 
 from symmcomm.schedule import layout_gpu as at
@@ -31,7 +31,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-MARGIN = 128
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 DOMAINS = {4: (2, 2), 6: (3, 3), 8: (4, 4)}
 DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.name)
@@ -87,26 +86,16 @@ class Run:
             self.part, total = self.count, size * self.count
         self.parts = inputs(self.dtype, self.op, size, max(total, 1), self.seed)
         self.parts = [values[:total] for values in self.parts]
-        first = MARGIN + self.shift * item
-        self.raw = [torch.full((total * item + 2 * MARGIN + 64,), POISON, dtype=torch.uint8, device="cuda") for _ in
-                    range(size)]  # fmt: skip
-        kind = torch_dtype(self.dtype)
-        self.given = [raw[first : first + total * item].view(kind) for raw in self.raw]
-        self.results = []
-        for rank, given in enumerate(self.given):
-            given.copy_(self.parts[rank])
-            if self.plan.gathers:
-                self.results.append(given)
-            elif self.in_place:
-                self.results.append(given[rank * self.part : (rank + 1) * self.part])
-            else:
-                self.results.append(torch.zeros(self.part, dtype=kind, device="cuda"))
-        self.first, self.total = first, total
+        self.given, self.total = Place(self.world, total * item, False, 0, self.shift * item), total
+        self.given.fill(self.parts)
+        self.apart = Place(self.world, self.part * item, False) if not (self.plan.gathers or self.in_place) else None
 
     def arguments(self, rank: int) -> tuple[int, ...]:
-        item = self.dtype.itemsize
+        item, given = self.dtype.itemsize, self.given.address(rank)
+        inside = 0 if self.plan.gathers else rank * self.part * item
+        result = self.apart.address(rank) if self.apart else given + inside
         return (
-            tables(self.plan)[rank].data_ptr(), self.given[rank].data_ptr(), self.results[rank].data_ptr(),
+            tables(self.plan)[rank].data_ptr(), given, result,
             self.total * item, self.part * item, self.part * item if self.plan.gathers else 0, self.shape.grid,
         )  # fmt: skip
 
@@ -141,14 +130,13 @@ class Run:
         return torch.where(lane_of == 0, lanes[0], lanes[-1]).view(torch_dtype(self.dtype))
 
     def verify(self) -> None:
-        expected = self.expected()
+        expected, kind, given = self.expected(), torch_dtype(self.dtype), self.given.read()
+        apart = self.apart.read().view(kind) if self.apart else None
         what = f"{self.plan.name}, {self.dtype.name} {self.op.name} × {self.count}, {self.world.world_size} ranks"
-        for rank, result in enumerate(self.results):
-            mine = expected if self.plan.gathers else expected[rank * self.part : (rank + 1) * self.part]
-            assert_same(result.cpu(), mine, f"{what}, rank {rank}")
-            end = self.first + self.total * self.dtype.itemsize
-            assert bool((self.raw[rank][: self.first] == POISON).all()), what
-            assert bool((self.raw[rank][end:] == POISON).all()), what
+        for rank, whole in enumerate(given.view(kind)):
+            own = slice(None) if self.plan.gathers else slice(rank * self.part, (rank + 1) * self.part)
+            result = whole[own] if apart is None else apart[rank]
+            assert_same(result, expected[own], f"{what}, rank {rank}")
 
 
 def check(world_size: int, kind: str, dtype: DType, op: Op, counts: tuple[int, ...], whole: bool = False) -> None:

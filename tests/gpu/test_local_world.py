@@ -11,8 +11,8 @@ from local_cases import (
     COUNTS,
     DELAY_NS,
     PATIENCE_S,
-    POISON,
     WORLDS,
+    Place,
     assert_close_to_float64,
     assert_same,
     bits,
@@ -37,38 +37,18 @@ pytestmark = [
 ]
 
 
-class Buffers:
-    """A source and a result for each rank, with poison around them."""
+class Buffers(Place):
+    """What is reduced in place, ``shift`` elements off a boundary."""
 
     def __init__(
         self, world: LocalWorld, dtype: DType, count: int, symmetric: bool, shift: int = 0, start: int = 0
     ) -> None:
-        self.kind, self.count, self.world = torch_dtype(dtype), count, world
-        self.num_bytes, self.shift = count * dtype.itemsize, 256 + shift * dtype.itemsize
-        self.symmetric, self.start = symmetric, world.data + start
-        whole = self.num_bytes + 1024
-        if symmetric:
-            self.raw = [world.bytes(rank, self.start, whole) for rank in range(world.world_size)]
-        else:
-            self.raw = [torch.empty(whole, dtype=torch.uint8, device="cuda") for _ in range(world.world_size)]
-        for raw in self.raw:
-            raw.fill_(POISON)
+        super().__init__(world, count * dtype.itemsize, symmetric, start, shift * dtype.itemsize)
+        self.kind, self.count = torch_dtype(dtype), count
 
-    @property
-    def offset(self) -> int:
-        return self.start + self.shift
-
-    def tensor(self, rank: int) -> Tensor:
-        return self.raw[rank][self.shift : self.shift + self.num_bytes].view(self.kind)
-
-    def fill(self, parts: list[Tensor]) -> None:
-        for rank, part in enumerate(parts):
-            self.tensor(rank).copy_(part)
-
-    def assert_untouched(self) -> None:
-        for raw in self.raw:
-            assert bool((raw[: self.shift] == POISON).all())
-            assert bool((raw[self.shift + self.num_bytes :] == POISON).all())
+    def results(self) -> list[Tensor]:
+        """All ranks', on the CPU."""
+        return [row.view(self.kind) for row in self.read()]
 
 
 CHUNKED = (Algorithm.one_shot, Algorithm.push, Algorithm.staged)
@@ -106,7 +86,7 @@ def arguments(buffers: Buffers, shape: Launch) -> list[tuple[int, ...]]:
     """In place, for all ranks."""
     if shape.algorithm is Algorithm.two_shot:
         return [(0, buffers.offset, buffers.count, shape.grid)] * buffers.world.world_size
-    addresses = [buffers.tensor(rank).data_ptr() for rank in range(buffers.world.world_size)]
+    addresses = [buffers.address(rank) for rank in range(buffers.world.world_size)]
     return [(address, address, buffers.count, shape.grid) for address in addresses]
 
 
@@ -122,11 +102,10 @@ def check(
     world.launch(kernel(world, shape, dtype, op), arguments(buffers, shape))
     expected = reduced(parts, dtype, op)
     assert [world.record(rank) for rank in range(world_size)] == [None] * world_size
-    for rank in range(world_size):
+    for rank, result in enumerate(buffers.results()):
         what = f"{algorithm.value} {dtype.name} {op.name} W={world_size} n={count} shift={shift} rank {rank}"
-        assert_same(buffers.tensor(rank).cpu(), expected, what)
+        assert_same(result, expected, what)
     assert_close_to_float64(expected, parts, dtype, op)
-    buffers.assert_untouched()
 
 
 ALGORITHMS = pytest.mark.parametrize("algorithm", ALL_REDUCE, ids=lambda a: a.name)
@@ -200,8 +179,8 @@ def test_launched_early(world_size: int) -> None:
     torch.cuda.synchronize()
     for _ in range(calls):
         parts = [reduced(parts, DType.float32, Op.sum)] * world_size
-    for rank in range(world_size):
-        assert_same(buffers.tensor(rank).cpu(), parts[0], f"early, rank {rank}")
+    for rank, result in enumerate(buffers.results()):
+        assert_same(result, parts[0], f"early, rank {rank}")
 
 
 def test_pads_keep_up_with_cells() -> None:
@@ -253,7 +232,7 @@ def test_special_values(dtype: DType, op: Op) -> None:
     world.launch(kernel(world, shape, dtype, op), arguments(buffers, shape))
     zero = lambda t: torch.where(t.to(torch.float64) == 0, torch.zeros_like(t), t)  # max(0, -0) may be either
     expected = reduced(parts, dtype, op)
-    first, second = (buffers.tensor(rank).cpu() for rank in range(2))
+    first, second = buffers.results()
     assert torch.equal(bits(first), bits(second))
     assert_same(zero(first), zero(expected), f"{algorithm.name} {dtype.name} {op.name}")
 
@@ -269,9 +248,9 @@ def test_words_of_ones(dtype: DType) -> None:
         parts[place % 2].view(torch.uint8)[4 * place : 4 * place + 4] = 0xFF
         buffers.fill(parts)
         world.launch(kernel(world, shape, dtype, Op.sum), arguments(buffers, shape))
-        for rank in range(2):
+        for rank, result in enumerate(buffers.results()):
             assert world.record(rank) is None
-            assert_same(buffers.tensor(rank).cpu(), reduced(parts, dtype, Op.sum), f"word {place} of {size} bytes each")
+            assert_same(result, reduced(parts, dtype, Op.sum), f"word {place} of {size} bytes each")
 
 
 @ALGORITHMS
@@ -297,8 +276,8 @@ def test_epochs_wrap_around(algorithm: Algorithm) -> None:
     for _ in range(12):
         buffers.fill(parts)
         world.launch(function, arguments(buffers, shape))
-        for rank in range(3):
-            assert_same(buffers.tensor(rank).cpu(), reduced(parts, DType.float32, Op.sum), "wrap-around")
+        for result in buffers.results():
+            assert_same(result, reduced(parts, DType.float32, Op.sum), "wrap-around")
     assert 0 < world.epoch(0, 0) < 100
 
 
@@ -421,5 +400,5 @@ def test_a_graph_can_be_replayed(world_size: int) -> None:
                 graph.replay()
         torch.cuda.synchronize()
         for buffers, _, _ in plans:
-            for rank in range(world_size):
-                assert_same(buffers.tensor(rank).cpu(), reduced(parts, DType.float32, Op.sum), "replay")
+            for result in buffers.results():
+                assert_same(result, reduced(parts, DType.float32, Op.sum), "replay")

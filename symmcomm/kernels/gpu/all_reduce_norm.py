@@ -32,7 +32,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from symmcomm.kernels.gpu.access import VECTOR_BYTES, load_or_zero
 from symmcomm.kernels.gpu.barrier import arrive
 from symmcomm.kernels.gpu.context import Context, after_previous_kernel, begin, block, end, thread
-from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Rows, placeholders
+from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Parts, Rows, placeholders
 from symmcomm.kernels.gpu.primitives import pick, store
 from symmcomm.kernels.gpu.registers import keep, kept_in, registers
 from symmcomm.kernels.gpu.staged import hear
@@ -57,16 +57,14 @@ class RowExchange:
     scatter: bool
 
     @property
-    def part_rows(self) -> Any:
-        """Rows that every rank gets, the last ranks' excepted."""
-        rows, size = self.rows.arguments.rows, self.ctx.world_size
-        return (rows + (size - 1)) // size if self.scatter else rows
+    def parts(self) -> Parts:
+        return Parts(ctx=self.ctx, num_rows=self.rows.arguments.rows, scatter=self.scatter)
 
     @property
     def turns(self) -> Any:
         """Rows that each team of the CTA has, with missing ones."""
         before, step = block() * self.num_teams, cute.arch.grid_dim()[0] * self.num_teams
-        left = self.part_rows - before
+        left = self.parts.part_rows - before
         return pick(left > 0, (left + (step - 1)) // step, Int32(0))
 
     def row(self, turn: Any) -> Any:
@@ -74,10 +72,8 @@ class RowExchange:
         return (turn * cute.arch.grid_dim()[0] + block()) * self.num_teams + thread() // self.rows.team.threads
 
     def row_of(self, hop: int, turn: Any) -> tuple[Any, Any]:
-        """That row in the part of the rank ``hop`` further on: its number in the source, and whether there is one."""
-        row = self.row(turn)
-        number = self.ctx.neighbour(hop) * self.part_rows + row if self.scatter else row
-        return number, (row < self.part_rows) & (number < self.rows.arguments.rows)
+        """That row in the part of the rank ``hop`` further on, as ``Parts.locate`` gives it."""
+        return self.parts.locate(hop, self.row(turn))
 
     @property
     def outgoing(self) -> list[int]:

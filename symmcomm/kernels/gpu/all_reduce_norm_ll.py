@@ -22,10 +22,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu import unflagged
-from symmcomm.kernels.gpu.access import VECTOR_BYTES
 from symmcomm.kernels.gpu.cells import remind
 from symmcomm.kernels.gpu.context import Context, after_previous_kernel, begin, block, end, thread
-from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Rows, placeholders
+from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Parts, Rows, placeholders
 from symmcomm.kernels.gpu.primitives import pick
 from symmcomm.kernels.gpu.registers import keep, registers
 from symmcomm.kernels.gpu.team import Team, enter_cluster
@@ -34,88 +33,44 @@ from symmcomm.schedule.layout_gpu import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordsOfRows:
-    """The job: a row a turn. A thread has ``vectors`` of it."""
+class WordsOfRows(unflagged.Job):
+    """The job: a row a turn. What is missing in the last parts goes as zeros."""
 
-    ctx: Context
-    epoch: Any
     rows: Rows
-    threads: int
-    vectors: int
+    parts: Parts
     cluster: int
-    scatter: bool
-
-    @property
-    def tensors(self) -> NormArguments:
-        return self.rows.arguments
-
-    @property
-    def part_rows(self) -> Any:
-        """Rows that every rank gets, the last ranks' excepted."""
-        size = self.ctx.world_size
-        return (self.tensors.rows + (size - 1)) // size if self.scatter else self.tensors.rows
 
     @property
     def num_turns(self) -> Any:
         """Of this CTA."""
         clusters = cute.arch.grid_dim()[0] // self.cluster
-        return (self.part_rows - block() // self.cluster + (clusters - 1)) // clusters
+        return (self.parts.part_rows - block() // self.cluster + (clusters - 1)) // clusters
 
     def row(self, turn: Any) -> Any:
         """In a part."""
         return turn * (cute.arch.grid_dim()[0] // self.cluster) + block() // self.cluster
 
-    def row_of(self, hop: int, turn: Any) -> tuple[Any, Any]:
-        """Of the part that goes ``hop`` ranks on: its number in the source, and whether there is one."""
-        row = self.row(turn)
-        number = self.ctx.neighbour(hop) * self.part_rows + row if self.scatter else row
-        return number, (row < self.part_rows) & (number < self.tensors.rows)
-
-    @property
-    def outgoing(self) -> range:
-        """How far on the ranks are whose parts differ, the own one excepted."""
-        return range(1, self.ctx.world_size) if self.scatter else range(1)
-
-    def source(self, hop: int, turn: Any) -> list[list[Any]]:
-        """The thread's vectors of that row; zeros if there is no such row."""
-        number, exists = self.row_of(hop, turn)
-        row = self.tensors.source + Int64(number) * self.tensors.source_pitch
+    def load(self, hop: int, turn: Any) -> list[list[Any]]:
+        """See ``unflagged.Job``."""
+        number, exists = self.parts.locate(hop, self.row(turn))
+        row = self.rows.arguments.source + Int64(number) * self.rows.arguments.source_pitch
         return [self.rows.access.load(row, i, exists) for i in self.rows.indices]
 
-    @property
-    def slot_turns(self) -> int:
+    def live(self, turn: Any) -> list[Any]:
         """See ``unflagged.Job``."""
-        return self.ctx.layout.words_slot_bytes // (self.threads * self.vectors * VECTOR_BYTES)
+        return [self.rows.access.inside(i) for i in self.rows.indices]
 
-    def places(self, turn: Any) -> list[Any]:
-        """The thread's, in slots."""
-        return [(turn * self.vectors + k) * self.threads + thread() for k in range(self.vectors)]
-
-    @property
-    def num_fetched(self) -> int:
-        """See ``unflagged.Job``."""
-        return len(self.outgoing) * self.vectors
-
-    def fetch(self, turn: Any) -> list[list[Any]]:
-        """See ``unflagged.Job``."""
-        return [vector for hop in self.outgoing for vector in self.source(hop, turn)]
-
-    def send(self, vectors: list[list[Any]], turn: Any, going: Any) -> None:
-        """See ``unflagged.Job``. What is missing in the last parts goes as zeros."""
-        ctx, outgoing = self.ctx, [unflagged.inverted(vector, self.rows.math.dtype) for vector in vectors]
-        for hop in range(1, ctx.world_size):
-            first = (hop - 1) * self.vectors if self.scatter else 0
-            for vector, place, i in zip(outgoing[first:], self.places(turn), self.rows.indices, strict=False):
-                live = going & self.rows.access.inside(i)
-                unflagged.send(ctx, self.epoch, ctx.neighbour(hop), place, vector, live)
+    def slot(self, turn: Any) -> tuple[Any, list[Any]]:
+        """See ``unflagged.Job``: all turns fit one."""
+        return self.epoch, self.places(turn)
 
     @cute.jit
     def take(self, turn: Int32, going: Boolean) -> Any:
         """Reduces, adds, and norms; nothing of it is kept once a wait gave up."""
-        own, exists = self.source(0, turn), self.row_of(0, turn)[1]
-        old = self.tensors.residual + Int64(self.row(turn)) * self.tensors.residual_pitch
+        given, own, (_, exists) = self.rows.arguments, self.load(0, turn), self.parts.locate(0, self.row(turn))
+        old = given.residual + Int64(self.row(turn)) * given.residual_pitch
         residual = [self.rows.access.load(old, i, exists) for i in self.rows.indices]
-        live = [going & self.rows.access.inside(i) for i in self.rows.indices]
+        live = [going & each for each in self.live(turn)]
         got, arrived = unflagged.receive(self.ctx, self.epoch, self.places(turn), live)
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
@@ -126,7 +81,7 @@ class WordsOfRows:
     def _norm(
         self, turn: Any, own: list[list[Any]], got: Any, residual: list[list[Any]], live: list[Any], kept: Any
     ) -> None:
-        tensors, math, row = self.tensors, self.rows.math, Int64(self.row(turn))
+        tensors, math, row = self.rows.arguments, self.rows.math, Int64(self.row(turn))
         target, values = tensors.new_residual + row * tensors.new_residual_pitch, []
         for k, index in enumerate(self.rows.indices):
             ordered = [
@@ -181,8 +136,8 @@ class AllReduceNormLL:
         first = block() % self.cluster * (self.threads * self.vectors)
         rows = self._rows(tensors, team, [first + k * self.threads + thread() for k in range(self.vectors)])
         job = WordsOfRows(
-            ctx=ctx, epoch=None, rows=rows, threads=self.threads, vectors=self.vectors, cluster=self.cluster,
-            scatter=self.scatter,
+            ctx=ctx, epoch=None, dtype=self.dtype, threads=self.threads, vectors=self.vectors, same=not self.scatter,
+            rows=rows, parts=Parts(ctx=ctx, num_rows=tensors.rows, scatter=self.scatter), cluster=self.cluster,
         )  # fmt: skip
         fetched = registers(4 * job.num_fetched, Uint32)
         after_previous_kernel(self.pdl)

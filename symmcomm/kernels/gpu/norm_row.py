@@ -26,6 +26,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
 from symmcomm.kernels.gpu.access import VECTOR_BYTES, Access
+from symmcomm.kernels.gpu.context import Context
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.primitives import multimem_st, pick, store
 from symmcomm.kernels.gpu.team import Team, add, largest, tree
@@ -209,3 +210,23 @@ class Rows:
         target = replace(self.access, itemsize=self.math.output_itemsize)
         for output in outputs:
             target.store(output, index, words, live)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """How ``num_rows`` rows of a source are divided among the ranks: all get all, or with ``scatter`` each its part."""
+
+    ctx: Context
+    num_rows: Any
+    scatter: bool
+
+    @property
+    def part_rows(self) -> Any:
+        """Rows that every rank gets, the last ranks' excepted."""
+        size = self.ctx.world_size
+        return (self.num_rows + (size - 1)) // size if self.scatter else self.num_rows
+
+    def locate(self, hop: int, row: Any) -> tuple[Any, Any]:
+        """A row of the part of the rank ``hop`` further on: its number in the source, and whether there is one."""
+        number = self.ctx.neighbour(hop) * self.part_rows + row if self.scatter else row
+        return number, (row < self.part_rows) & (number < self.num_rows)

@@ -20,22 +20,17 @@ from cutlass import Boolean, Int32, Int64, Uint32
 from symmcomm.kernels.gpu import unflagged
 from symmcomm.kernels.gpu.access import VECTOR_BYTES, load_vectors, store_vectors
 from symmcomm.kernels.gpu.cells import remind
-from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
+from symmcomm.kernels.gpu.context import begin, block, end, thread
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.registers import keep, kept_in, registers
 from symmcomm.kernels.gpu.signatures import ReducingTensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordsOfParts:
-    """The job of the kernel of words. A turn of all CTAs is a piece of each part; a thread has ``vectors`` of it."""
+class WordsOfParts(unflagged.Job):
+    """The job. A turn of all CTAs is a piece of each part."""
 
-    ctx: Context
-    epoch: Any
     reduction: Reduction
-    threads: int
-    vectors: int
-    same: bool
     source: Any
     result: Any
     count: Any
@@ -43,7 +38,7 @@ class WordsOfParts:
     @property
     def per_vector(self) -> int:
         """Elements."""
-        return VECTOR_BYTES // self.reduction.dtype.itemsize
+        return VECTOR_BYTES // self.dtype.itemsize
 
     @property
     def num_turns(self) -> Any:
@@ -52,54 +47,20 @@ class WordsOfParts:
         pieces = (num_vectors + (size - 1)) // size
         return (pieces - block() + (cute.arch.grid_dim()[0] - 1)) // cute.arch.grid_dim()[0]
 
-    @property
-    def slot_turns(self) -> int:
-        """See ``unflagged.Job``."""
-        return self.ctx.layout.words_slot_bytes // (self.threads * self.vectors * VECTOR_BYTES)
-
-    @property
-    def hops(self) -> range:
-        """How far on the ranks are whose parts differ, this one included."""
-        return range(1 if self.same else self.ctx.world_size)
-
-    @property
-    def num_fetched(self) -> int:
-        """See ``unflagged.Job``."""
-        return (1 if self.same else self.ctx.world_size - 1) * self.vectors
-
-    def slot(self, turn: Any) -> tuple[Any, list[Any]]:
-        """The turn's epoch, and the thread's places in its slot."""
-        in_slot = (turn % self.slot_turns) * self.vectors
-        places = [(in_slot + k) * self.threads + thread() for k in range(self.vectors)]
-        return self.epoch + Uint32(turn // self.slot_turns), places
-
     def indices(self, turn: Any) -> list[Any]:
         """The thread's vectors of a part."""
         first = (Int64(turn) * cute.arch.grid_dim()[0] + block()) * (self.threads * self.vectors)
         return [first + (k * self.threads + thread()) for k in range(self.vectors)]
 
     def live(self, turn: Any) -> list[Any]:
-        """Whether there are such."""
+        """See ``unflagged.Job``."""
         return [index * self.per_vector < self.count for index in self.indices(turn)]
 
     def load(self, hop: int, turn: Any) -> list[list[Any]]:
-        """They of the part for the rank ``hop`` further on."""
-        size = self.reduction.dtype.itemsize
+        """See ``unflagged.Job``."""
+        size = self.dtype.itemsize
         part = self.source if self.same else self.source + Int64(self.ctx.neighbour(hop)) * (self.count * size)
         return load_vectors(size, part, self.count, self.indices(turn))
-
-    def fetch(self, turn: Any) -> list[list[Any]]:
-        """See ``unflagged.Job``; those of this rank's part go nowhere."""
-        return [vector for hop in self.hops[0 if self.same else 1 :] for vector in self.load(hop, turn)]
-
-    def send(self, vectors: list[list[Any]], turn: Any, going: Any) -> None:
-        """See ``unflagged.Job``."""
-        ctx, outgoing = self.ctx, [unflagged.inverted(vector, self.reduction.dtype) for vector in vectors]
-        epoch, places = self.slot(turn)
-        for hop in range(1, ctx.world_size):
-            first = 0 if self.same else (hop - 1) * self.vectors
-            for vector, place, live in zip(outgoing[first:], places, self.live(turn), strict=False):
-                unflagged.send(ctx, epoch, ctx.neighbour(hop), place, vector, going & live)
 
     @cute.jit
     def take(self, turn: Int32, going: Boolean) -> Any:
@@ -110,7 +71,7 @@ class WordsOfParts:
             if going:
                 came = [unflagged.vectors_of(self.ctx, got, k, self.vectors) for k in range(self.vectors)]
                 sums = [self.reduction.reduce(self.ctx.in_rank_order(own[k], came[k])) for k in range(self.vectors)]
-                store_vectors(self.reduction.dtype.itemsize, self.result, self.count, self.indices(turn), sums)
+                store_vectors(self.dtype.itemsize, self.result, self.count, self.indices(turn), sums)
         return going
 
 
@@ -120,8 +81,8 @@ class ReduceScatterWords(ReducingTensors):
     parts are the ``same`` that one, which makes it an all-reduce; ``result``: ``count`` elements.
 
     Attributes: ``vectors`` of 16 bytes a thread and turn; a CTA's must fit ``words_slot_bytes``. No CTA may be without
-    any. ``slots``: 0 if there is one turn, 1 if all turns fit one slot, 2 if they may need several, each of which must
-    hold two turns. At most NUM_WORDS_CHANNELS CTAs, of as many threads as there are ranks or more."""
+    any. ``slots``: 0 if there is one turn, 1 if all turns fit one slot, 2 if they may need several. At most
+    NUM_WORDS_CHANNELS CTAs, of as many threads as there are ranks or more."""
 
     vectors: int
     slots: int = 0
@@ -131,8 +92,8 @@ class ReduceScatterWords(ReducingTensors):
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
         ctx = self.enter(base, stride, rank)
         job = WordsOfParts(
-            ctx=ctx, epoch=None, reduction=self.reduction, threads=self.threads, vectors=self.vectors, same=self.same,
-            source=source, result=result, count=count,
+            ctx=ctx, epoch=None, dtype=self.dtype, threads=self.threads, vectors=self.vectors, same=self.same,
+            reduction=self.reduction, source=source, result=result, count=count,
         )  # fmt: skip
         fetched = registers(4 * job.num_fetched, Uint32)
         keep(fetched, job.fetch(Int32(0)))  # in flight together with the loads of begin()

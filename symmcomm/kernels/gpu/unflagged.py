@@ -21,14 +21,16 @@ least; were it one, the second slot would be filled AHEAD of that.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
+from symmcomm.kernels.gpu.access import VECTOR_BYTES
 from symmcomm.kernels.gpu.barrier import arrive, meet
-from symmcomm.kernels.gpu.context import Context, block
+from symmcomm.kernels.gpu.context import Context, block, thread
 from symmcomm.kernels.gpu.primitives import give_up, load, overdue, pick, store
 from symmcomm.kernels.gpu.registers import keep, kept_in
 from symmcomm.schedule.dtypes import DType
@@ -37,25 +39,73 @@ from symmcomm.schedule.layout_gpu import CHANNEL_WORDS_BYTES, Phase
 AHEAD = 1
 """Turns that are sent before the first is taken."""
 
-_VECTOR_BYTES = 16
 _ONES = 0xFFFFFFFF
 
 
-class Job(Protocol):
-    """What moves. ``num_fetched``: vectors that ``fetch`` gives. ``slot_turns``: turns that fit a slot; more
-    than AHEAD, if there are several."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What moves, in turns: of each a thread has ``vectors``.
 
-    num_fetched: int
-    slot_turns: int
+    Attributes: ``epoch`` of the first slot (None: not known yet). ``dtype`` of the words. ``same``: all peers get the
+    same.
+    """
 
-    def fetch(self, turn: Any) -> list[list[Any]]:
-        """The thread's vectors for the peers; of nothing, where there is no such turn."""
+    ctx: Context
+    epoch: Any
+    dtype: DType
+    threads: int
+    vectors: int
+    same: bool
 
-    def send(self, vectors: list[list[Any]], turn: Any, going: Any) -> None:
-        """Sends them, if ``going``."""
+    def load(self, hop: int, turn: Any) -> list[list[Any]]:
+        """The thread's vectors for the rank ``hop`` further on (that all get the ``same`` included); zeros beyond the
+        data."""
+        raise NotImplementedError
+
+    def live(self, turn: Any) -> list[Any]:
+        """Which of them are sent and awaited: on all ranks alike."""
+        raise NotImplementedError
 
     def take(self, turn: Any, going: Any) -> Any:
         """Uses what the peers have sent, if ``going``. Whether to go on: that, and all came."""
+        raise NotImplementedError
+
+    @property
+    def slot_turns(self) -> int:
+        """Turns that fit a slot."""
+        return self.ctx.layout.words_slot_bytes // (self.threads * self.vectors * VECTOR_BYTES)
+
+    def places(self, turn: Any) -> list[Any]:
+        """The thread's in a slot, of that turn in it."""
+        return [(turn * self.vectors + k) * self.threads + thread() for k in range(self.vectors)]
+
+    def slot(self, turn: Any) -> tuple[Any, list[Any]]:
+        """The turn's epoch, and the thread's places in the slot."""
+        places = self.places(turn % self.slot_turns)
+        return self.epoch + Uint32(turn // self.slot_turns), places
+
+    @property
+    def outgoing(self) -> range:
+        """How far on the ranks are for whom something else is loaded."""
+        return range(1) if self.same else range(1, self.ctx.world_size)
+
+    @property
+    def num_fetched(self) -> int:
+        """Vectors that ``fetch`` gives."""
+        return len(self.outgoing) * self.vectors
+
+    def fetch(self, turn: Any) -> list[list[Any]]:
+        """The thread's vectors for the peers."""
+        return [vector for hop in self.outgoing for vector in self.load(hop, turn)]
+
+    def send(self, vectors: list[list[Any]], turn: Any, going: Any) -> None:
+        """Sends what ``fetch`` gave, if ``going``."""
+        ctx, words = self.ctx, [inverted(vector, self.dtype) for vector in vectors]
+        epoch, places = self.slot(turn)
+        for hop in range(1, ctx.world_size):
+            first = 0 if self.same else (hop - 1) * self.vectors
+            for vector, place, live in zip(words[first:], places, self.live(turn), strict=False):
+                send(ctx, epoch, ctx.neighbour(hop), place, vector, going & live)
 
 
 @cute.jit
@@ -105,7 +155,7 @@ def inverted(words: list[Any], dtype: DType) -> list[Any]:
 
 def send(ctx: Context, epoch: Any, peer: Any, index: Any, vector: list[Any], when: Any) -> None:
     """Stores a vector, ``inverted`` already, into this rank's slot at the peer, where ``when`` is true."""
-    address = slot(ctx, peer, epoch, ctx.rank) + Int64(index) * _VECTOR_BYTES
+    address = slot(ctx, peer, epoch, ctx.rank) + Int64(index) * VECTOR_BYTES
     store(address, vector, semantics="relaxed", when=when)
 
 
@@ -119,7 +169,7 @@ def receive(ctx: cutlass.Constexpr, epoch: Uint32, indices: cutlass.Constexpr, l
     ranks = ctx.senders
     num = len(ranks) * len(indices)
     got = cute.make_rmem_tensor((4 * num,), Uint32)
-    places = [slot(ctx, ctx.rank, epoch, peer) + Int64(i) * _VECTOR_BYTES for peer in ranks for i in indices]
+    places = [slot(ctx, ctx.rank, epoch, peer) + Int64(i) * VECTOR_BYTES for peer in ranks for i in indices]
     wanted = [here & (peer != ctx.rank) for peer in ranks for here in live]
     tries, since, late, missing = Int32(0), Int64(0), Boolean(False), Boolean(True)
     while missing and not late:

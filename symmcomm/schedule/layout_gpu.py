@@ -66,7 +66,7 @@ class Phase(IntEnum):
     splits = 7
     """Nothing: the peer sends or awaits another number of bytes (``seen``) than this rank (``expected``)."""
     room = 8
-    """That the receiver takes messages sent before."""
+    """That the receiver takes what was sent before, and clears its place."""
     message = 9
     """The sender's message."""
     size = 10

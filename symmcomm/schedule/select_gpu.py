@@ -17,6 +17,7 @@ from symmcomm.schedule.layout_gpu import (
     Layout,
     ll_words,
 )
+from symmcomm.schedule.select import NEVER
 
 _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
     (128, 1, 64), (256, 1, 80), (512, 1, 128), (384, 2, 128), (1024, 1, 128), (512, 3, 128), (1024, 1, NUM_CHANNELS),
@@ -39,7 +40,7 @@ class Thresholds:
         all_reduce_ll_bytes: of the tensor, up to which LL pays in an all-reduce between two ranks.
         one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not.
         all_reduce_push_bytes: of a symmetric tensor, from which on pushing beats all else in an all-reduce.
-        words_bytes: of a part that floats are reduced of, up to which LL without flags pays.
+        words_bytes: of a part that floats are reduced of, up to which LL without flags pays; no bound was found.
         ll_bytes: of a part, up to which LL pays in the other calls between two ranks.
         push_bytes: of a part, from which on pushing into symmetric targets beats staging.
         pull_bytes: of a part, from which on pulling from symmetric sources does, in a reduce-scatter.
@@ -49,7 +50,7 @@ class Thresholds:
     all_reduce_ll_bytes: int = 3 << 19
     one_shot_bytes: int = 2 << 20
     all_reduce_push_bytes: int = 16 << 20
-    words_bytes: int = 1 << 40
+    words_bytes: int = NEVER
     ll_bytes: int = 7 << 18
     push_bytes: int = 1 << 20
     pull_bytes: int = 8 << 20
@@ -114,8 +115,9 @@ def ll_shape(
 
 def words_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) -> Launch | None:
     """LL without flags, for parts of that size: one turn of as few threads as do, else several, of as many vectors a
-    thread as registers hold of all ranks, at least two of which fit a slot (``kernels.gpu.unflagged``). None for what
-    is no float, and where a slot has no room for as many threads as there are ranks, each of which signals one."""
+    thread as registers hold of all ranks, at least two of which fit a slot: no turn waits for a signal just sent (see
+    ``kernels.gpu.unflagged``). None for what is no float, and where a slot has no room for as many threads as there are
+    ranks, each of which signals one."""
     if not dtype.is_floating_point or dtype.itemsize > 4:
         return None
     room = Layout.create(world_size).words_slot_bytes // 16

@@ -12,11 +12,12 @@ kernels: it asks of every kernel that on each channel it uses all ranks hear fro
 
 A kernel may take ``turns``: each sends the CTA's share of turn t + AHEAD, and takes what the peers have sent of turn t.
 So ranks keep in step, and what is polled does not wait behind all that this SM sends. What does not fit a slot goes on
-in that of the next epoch. Then more has to be said while the kernel runs: after its last turn in a slot a CTA signals
-that epoch, with all that its threads cleared; before the first turn that uses the slot again, and in the end for
-the last slot but one, it waits for that signal of all peers. Nothing is awaited for the second slot: a thread fills it
-after its first turn, in which it heard from all peers, whose kernels before were done. So a slot holds two turns at
-least; were it one, the second slot would be filled AHEAD of that.
+in that of the next epoch. Then more has to be said while the kernel runs, as no end of a kernel lies between what a
+thread has received and what it sends into the next slot. A CTA signals the epoch before its own when it starts, for all
+that its rank's kernels before have cleared, and each of its own after the last turn in that slot, for what its threads
+have. Before the first turn in the slot of epoch e, and at the end for the epoch that would come, it waits for the
+signal e - 2 of all peers: release and acquire, at system scope. (That number may have come from a kernel before; then
+it was sent after the last one that used the slot.) It was sent long ago, if a slot holds several turns.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu.access import VECTOR_BYTES
-from symmcomm.kernels.gpu.barrier import arrive, meet
+from symmcomm.kernels.gpu.barrier import announce, arrive, meet
 from symmcomm.kernels.gpu.context import Context, block, thread
 from symmcomm.kernels.gpu.primitives import give_up, load, overdue, pick, store
 from symmcomm.kernels.gpu.registers import keep, kept_in
@@ -117,11 +118,14 @@ def run(
     ``job.fetch`` has given of the first, as ``keep`` keeps it. ``slots``: whether they may need several. Returns the
     last epoch."""
     turn, index, size = Int32(-AHEAD), Uint32(0), job.slot_turns
+    if cutlass.const_expr(slots):  # noqa: SIM102, the inner one is for the GPU
+        if num > size:
+            announce(ctx, block(), epoch - 1)
     while turn < num:
         later = turn + AHEAD
         if later < num:
             if cutlass.const_expr(slots):  # noqa: SIM102, the inner one is for the GPU
-                if later % size == 0 and later >= 2 * size:
+                if later % size == 0 and later > 0:
                     going = meet(ctx, block(), epoch + Uint32(later // size - 2), Int32(Phase.room), going)
             job.send(kept_in(fetched, job.num_fetched, 4), later, going)
             keep(fetched, job.fetch(later + 1))

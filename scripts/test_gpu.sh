@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Every test that needs a GPU, in the environment that is active (extras `cuda` and `test`): within 8 minutes on two H200s with 32
-# cores, also on one GPU. Where pytest-xdist is missing tests run one by one. NVLink multicast is forbidden, whatever the caller has
+# Every test that needs a GPU, in the environment that is active (extras `cuda` and `test`), on one GPU or two. Where pytest-xdist is missing tests run one by one. NVLink multicast is forbidden, whatever the caller has
 # set. What pytest says goes to files in $OUT, or in a new folder. A part that is not over in time is ended, and the tests that ran
 # then are named; the last lines say how each part ended, also after Ctrl-C. With arguments, all of them go to one pytest.
 set -euo pipefail
@@ -13,7 +12,7 @@ if (($#)); then
     exec "${tests[@]}" -m "$marked" "$@"
 fi
 
-logs=${OUT:-$(mktemp -d -t symmcomm-gpu-XXXXXX)} status=0 running="" job="" preload="" lines=()
+logs=${OUT:-$(mktemp -d)} status=0 running="" job="" preload="" lines=()
 summary() { # whatever happened
     status=$((status ? status : $?))
     trap '' INT TERM

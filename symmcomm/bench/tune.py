@@ -20,10 +20,10 @@ from symmcomm.bench.gpu_timing import GraphTimer, Lane
 from symmcomm.communicator import Communicator, init
 from symmcomm.env import Launch, Settings
 from symmcomm.errors import DeviceError
+from symmcomm.schedule.select import NEVER
 from symmcomm.schedule.select_gpu import Thresholds
 from symmcomm.schedule.tuning_gpu import first_win, last_win, updated
 
-_BEYOND = 1 << 62
 ROUNDS = 9
 _BATCH_BYTES = 64 << 20  # moved by one graph, about
 _MOST_CALLS = 40
@@ -113,7 +113,7 @@ def _times(comm: Communicator, lane: Lane, contest: Contest, size: int, rounds: 
     num_calls = max(2, min(_MOST_CALLS, _BATCH_BYTES // (size * comm.world_size)))
     call, symmetric = contest.prepare(comm, size)
     timers = []
-    for value in (_BEYOND, 0):
+    for value in (NEVER, 0):
         gpu.set_thresholds(replace(before, **{contest.field: value}))
         call()  # loads the module
         timers.append(GraphTimer([lane], [call]))

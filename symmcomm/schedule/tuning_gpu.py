@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from symmcomm.errors import ArgumentError
+from symmcomm.schedule.select import NEVER
 from symmcomm.schedule.select_gpu import DEFAULT, Thresholds
-
-_BEYOND = 1 << 62  # bytes: more than any tensor has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +69,12 @@ def last_win(sizes: Sequence[int], first: Sequence[float], second: Sequence[floa
             won = size
         elif not any(wins[i + 1 : i + 2]):
             break
-    return _BEYOND if won == sizes[-1] else won
+    return NEVER if won == sizes[-1] else won
 
 
 def first_win(sizes: Sequence[int], first: Sequence[float], second: Sequence[float]) -> int:
     """From which of the sizes on the first takes no longer than the second, on all larger ones too."""
-    start = _BEYOND
+    start = NEVER
     for size, a, b in zip(reversed(sizes), reversed(first), reversed(second), strict=True):
         if a > b:
             break

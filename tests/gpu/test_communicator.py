@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
@@ -220,10 +221,15 @@ BODIES = {
 }  # fmt: skip
 
 
+CALLS = [
+    pytest.param(*world.values, bodies, id=f"{world.id}-{name}", marks=world.marks)
+    for name, bodies in BODIES.items()
+    for world in WORLDS
+    if int(str(world.values[0])) <= FEW or name == "sizes_and_places"
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bodies", BODIES)
-@pytest.mark.parametrize(("world_size", "num_gpus"), WORLDS)
-def test_calls(bodies: str, world_size: int, num_gpus: int) -> None:
-    if world_size > FEW and bodies != "sizes_and_places":
-        pytest.skip("4 ranks do")
-    start(in_turn, world_size, BODIES[bodies], num_gpus)
+@pytest.mark.parametrize(("world_size", "num_gpus", "bodies"), CALLS)
+def test_calls(world_size: int, num_gpus: int, bodies: tuple[Callable[[int], None], ...]) -> None:
+    start(in_turn, world_size, bodies, num_gpus)

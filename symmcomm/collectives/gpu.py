@@ -84,7 +84,7 @@ class GpuCollectives(GpuMemory):
     ) -> None:
         """Replaces ``tensor`` on every rank by the reduction of all ranks' tensors, in rank order, with the same bits.
 
-        Small tensors, and symmetric ones, are reduced where they are; others are pipelined through staging memory.
+        Large symmetric tensors are reduced where they are; others pass through memory of the heap.
         """
         if ring_mode is not None or num_blocks:
             self.check_tensor(tensor, "tensor")

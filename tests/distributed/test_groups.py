@@ -39,6 +39,7 @@ def overlapping() -> None:
     mine = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3], use_local_synchronization=True)
     dist.broadcast(tensor.fill_(rank), group=mine, group_src=1)
     assert tensor[0] == rank % 2 + 2
+    dist.barrier()  # rank 0 serves the store, by which the other pair may still be making its group
     dist.destroy_process_group()
 
 

@@ -42,6 +42,7 @@ class Contest:
         scaled: with the world size, in the selection.
         sizes: in bytes of what the threshold counts, between two ranks.
         prepare: the call to be timed, on tensors of such a size, and its symmetric tensor.
+        words: whether kernels of words may be taken; else the contest is about what serves beyond them.
     """
 
     field: str
@@ -49,6 +50,7 @@ class Contest:
     scaled: bool = False
     sizes: tuple[int, ...]
     prepare: Prepare
+    words: bool = False
 
 
 def join(launch: Launch, settings: Settings) -> Communicator:
@@ -60,16 +62,14 @@ def join(launch: Launch, settings: Settings) -> Communicator:
     return init(device="cuda", settings=settings)
 
 
-def _tensor(
-    comm: Communicator, num_bytes: int, symmetric: bool, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
+def _tensor(comm: Communicator, num_bytes: int, symmetric: bool) -> torch.Tensor:
     if symmetric:
-        return comm.empty(num_bytes // dtype.itemsize, dtype=dtype, device="cuda").zero_()
-    return torch.zeros(num_bytes // dtype.itemsize, dtype=dtype, device=comm.gpu_side.device)
+        return comm.empty(num_bytes // 2, dtype=torch.bfloat16, device="cuda").zero_()
+    return torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=comm.gpu_side.device)
 
 
 def _all_reduce(comm: Communicator, num_bytes: int) -> tuple[Callable[[], None], torch.Tensor | None]:
-    tensor = _tensor(comm, num_bytes, True, torch.int32)  # floats need no flags
+    tensor = _tensor(comm, num_bytes, True)
     return lambda: comm.gpu_side.all_reduce(tensor), tensor
 
 
@@ -78,10 +78,8 @@ def _all_gather(comm: Communicator, part: int, pushes: bool) -> tuple[Callable[[
     return lambda: comm.gpu_side.all_gather_into_tensor(output, input), output if pushes else None
 
 
-def _reduce_scatter(
-    comm: Communicator, part: int, dtype: torch.dtype
-) -> tuple[Callable[[], None], torch.Tensor | None]:
-    output, input = _tensor(comm, part, False, dtype), _tensor(comm, part * comm.world_size, True, dtype)
+def _reduce_scatter(comm: Communicator, part: int) -> tuple[Callable[[], None], torch.Tensor | None]:
+    output, input = _tensor(comm, part, False), _tensor(comm, part * comm.world_size, True)
     return lambda: comm.gpu_side.reduce_scatter_tensor(output, input), input
 
 
@@ -95,14 +93,11 @@ CONTESTS = (
         field="ll_bytes", small_first=True, scaled=True, sizes=_powers(14, 21),
         prepare=partial(_all_gather, pushes=False),
     ),
+    Contest(field="pull_bytes", small_first=False, sizes=_powers(19, 26), prepare=_reduce_scatter),
+    Contest(field="words_bytes", small_first=True, sizes=_powers(17, 26), prepare=_reduce_scatter, words=True),
     Contest(
-        field="words_bytes", small_first=True, sizes=_powers(17, 26),
-        prepare=partial(_reduce_scatter, dtype=torch.bfloat16),
-    ),
-    Contest(field="push_bytes", small_first=False, sizes=_powers(18, 25), prepare=partial(_all_gather, pushes=True)),
-    Contest(
-        field="pull_bytes", small_first=False, sizes=_powers(19, 26),
-        prepare=partial(_reduce_scatter, dtype=torch.int32),  # words would be chosen for floats, whatever it is
+        field="push_bytes", small_first=False, sizes=_powers(18, 26), prepare=partial(_all_gather, pushes=True),
+        words=True,
     ),
 )
 
@@ -113,8 +108,9 @@ def _times(comm: Communicator, lane: Lane, contest: Contest, size: int, rounds: 
     num_calls = max(2, min(_MOST_CALLS, _BATCH_BYTES // (size * comm.world_size)))
     call, symmetric = contest.prepare(comm, size)
     timers = []
+    base = before if contest.words else replace(before, words_bytes=0)
     for value in (NEVER, 0):
-        gpu.set_thresholds(replace(before, **{contest.field: value}))
+        gpu.set_thresholds(replace(base, **{contest.field: value}))
         call()  # loads the module
         timers.append(GraphTimer([lane], [call]))
         timers[-1].time(num_calls)  # captures

@@ -19,6 +19,7 @@ import torch
 from symmcomm.collectives.all_to_all import check_apart, even_part, row_bytes
 from symmcomm.collectives.arguments import check_list, check_pair, check_place, check_rank
 from symmcomm.collectives.call import Kind, parse_reduction
+from symmcomm.collectives.gpu_forms import Forms
 from symmcomm.collectives.gpu_memory import GpuMemory
 from symmcomm.collectives.gpu_ring import by_ring
 from symmcomm.collectives.lists import check_lists
@@ -128,23 +129,23 @@ class GpuCollectives(GpuMemory):
         """The shape of an all-reduce on this world."""
         return select_gpu.choose(num_bytes, dtype, self.world_size, self.num_sms, symmetric, self.thresholds)
 
-    def kernel_of_all_reduce(self, shape: select_gpu.Launch, dtype: DType, op: Op) -> Kernel:
+    def kernel_of_all_reduce(self, shape: select_gpu.Launch, dtype: DType, op: Op, granule: int) -> Kernel:
         """Its kernel."""
-        return instances.all_reduce(shape, dtype, op, self.world_size, self.arch_number, self.early)
+        return instances.all_reduce(shape, dtype, op, self.world_size, self.arch_number, self.early, granule)
 
     def _direct(self, shape: select_gpu.Launch, dtype: DType, op: Op, count: int, keeps: bool = True) -> Call:
         """One kernel, in place. Unless it ``keeps`` the result, that goes elsewhere and is forgotten."""
-        function, run, grid = self.compiled(self.kernel_of_all_reduce(shape, dtype, op)), self.run, shape.grid
-        own = self.heap.own_address
+        forms = Forms(shape, partial(self.kernel_of_all_reduce, shape, dtype, op), self.compiled)
+        run, grid, own, num_bytes = self.run, shape.grid, self.heap.own_address, count * dtype.itemsize
         if shape.algorithm is Algorithm.two_shot:  # takes an offset
-            return lambda address: run(function, 0, address - own, count, grid)
+            return lambda address: run(forms[0], 0, address - own, count, grid)
         if keeps:
-            return lambda address: run(function, address, address, count, grid)
-        if (num_bytes := count * dtype.itemsize) <= self.scratch_bytes:
+            return lambda address: run(forms[(address | num_bytes) & 15], address, address, count, grid)
+        if num_bytes <= self.scratch_bytes:
             nowhere = own + self.scratch(num_bytes)
-            return lambda address: run(function, address, nowhere, count, grid)
+            return lambda address: run(forms[(address | num_bytes) & 15], address, nowhere, count, grid)
         somewhere = partial(torch.empty, num_bytes, dtype=torch.uint8, device=self.device)
-        return lambda address: run(function, address, somewhere().data_ptr(), count, grid)
+        return lambda address: run(forms[(address | num_bytes) & 15], address, somewhere().data_ptr(), count, grid)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: object = "sum") -> None:
         """As ``all_reduce``, but only rank ``dst`` gets the result; the other ranks' tensors keep their values."""
@@ -164,7 +165,7 @@ class GpuCollectives(GpuMemory):
         ring_mode: RingMode | Plan | None = None, num_blocks: int = 0,
     ) -> None:  # fmt: skip
         """Leaves part ``rank`` of the reduction of all inputs in ``output``, which may be that part of ``input``.
-        A large symmetric input of integers or float64 is read in place; other data go through memory of the heap."""
+        Data go through memory of the heap."""
         target, source = self._pair(output, input, 1, self.world_size)
         num_bytes = output.nbytes
         check_place(self, source, target, num_bytes, "input", "output")
@@ -187,11 +188,12 @@ class GpuCollectives(GpuMemory):
         shape = select_gpu.choose_reduce_scatter(
             count * dtype.itemsize, dtype, self.world_size, self.num_sms, symmetric, self.thresholds
         )
-        kernel = instances.reduce_scatter(shape, dtype, op, self.world_size, self.arch_number, self.early)
-        function, run, grid, own = self.compiled(kernel), self.run, shape.grid, self.heap.own_address
+        kernel = partial(instances.reduce_scatter, shape, dtype, op, self.world_size, self.arch_number, self.early)
+        forms, run, grid, own = Forms(shape, kernel, self.compiled), self.run, shape.grid, self.heap.own_address
         if shape.algorithm is Algorithm.pull:  # takes an offset
-            return lambda target, source: run(function, 0, source - own, target, count, grid)
-        return lambda target, source: run(function, source, target, count, grid)
+            return lambda target, source: run(forms[0], 0, source - own, target, count, grid)
+        num_bytes = count * dtype.itemsize
+        return lambda target, source: run(forms[(source | target | num_bytes) & 15], source, target, count, grid)
 
     # Calls that move data, of any dtype.
 
@@ -265,14 +267,18 @@ class GpuCollectives(GpuMemory):
             return lambda source, pitch, target, stride, sender: run(
                 engine, source, pitch, target - own, stride, num_bytes, sender
             )
-        function, grid = self.compiled(instances.all_gather(shape, self.world_size, same, self.early)), shape.grid
+        kernel = partial(instances.all_gather, shape, self.world_size, same, self.early)
+        forms, grid = Forms(shape, kernel, self.compiled), shape.grid
         if shape.algorithm is Algorithm.push:
             return lambda source, pitch, target, stride, sender: run(
-                function, 0, source, pitch, target - own, stride, num_bytes, sender, grid
+                forms[0], 0, source, pitch, target - own, stride, num_bytes, sender, grid
             )
-        first = own if shape.algorithm is Algorithm.pull else 0
+        if shape.algorithm is Algorithm.pull:
+            return lambda source, pitch, target, stride, sender: run(
+                forms[0], source - own, pitch, target, stride, num_bytes, sender, grid
+            )
         return lambda source, pitch, target, stride, sender: run(
-            function, source - first, pitch, target, stride, num_bytes, sender, grid
+            forms[(source | target | num_bytes) & 15], source, pitch, target, stride, num_bytes, sender, grid
         )
 
     def copy_engine(self) -> AllGatherCopyEngine:

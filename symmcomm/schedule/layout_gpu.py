@@ -26,9 +26,10 @@ AHEAD = 2
 DEPTH = 2 * AHEAD
 """Slots for chunks; a power of two, as 32-bit chunk numbers wrap around."""
 NUM_WORDS_CHANNELS = 128
-"""CTAs that a kernel of words that announce themselves can have."""
+"""CTAs that a kernel of vectors that announce themselves can have."""
 CHANNEL_WORDS_BYTES = 512 << 10
-"""Memory of a channel for such words: ``[parity of the epoch][sender][words]``."""
+"""Memory of a channel for such vectors: ``[parity of the epoch][sender][16-byte vectors]``."""
+WORDS_VECTOR_BYTES = 16
 SPLIT_BYTES = 32
 """Three i64 that go with the first chunk of an uneven all-to-all; see ``kernels.gpu.all_to_all``."""
 
@@ -106,6 +107,7 @@ class Layout:
         words: CHANNEL_WORDS_BYTES each of the NUM_WORDS_CHANNELS; 0 wherever nothing has arrived (see
             ``kernels.gpu.unflagged``).
         words_slot_bytes: what one sender may fill of a channel's at one epoch.
+        escapes: a byte for each vector there, in the same order.
         data: from here on the heap is free for tensors.
     """
 
@@ -122,6 +124,7 @@ class Layout:
     staging_slot_bytes: int
     words: int
     words_slot_bytes: int
+    escapes: int
     data: int
 
     @classmethod
@@ -136,6 +139,7 @@ class Layout:
         splits = ll + NUM_CHANNELS * CHANNEL_LL_BYTES
         staging = _align_up(splits + NUM_STAGED_CHANNELS * DEPTH * world_size * SPLIT_BYTES, _PAGE_BYTES)
         words = staging + NUM_STAGED_CHANNELS * CHANNEL_STAGING_BYTES
+        escapes = words + NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES
         return cls(
             world_size=world_size,
             pads=pads,
@@ -150,7 +154,8 @@ class Layout:
             staging_slot_bytes=CHANNEL_STAGING_BYTES // (DEPTH * world_size) // _LINE_BYTES * _LINE_BYTES,
             words=words,
             words_slot_bytes=CHANNEL_WORDS_BYTES // (2 * world_size) // _LINE_BYTES * _LINE_BYTES,
-            data=words + NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES,
+            escapes=escapes,
+            data=escapes + NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES // WORDS_VECTOR_BYTES,
         )
 
 

@@ -24,6 +24,8 @@ _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
     (1024, 2, NUM_CHANNELS), (512, 4, NUM_CHANNELS),
 )  # fmt: skip
 _WORDS_THREADS = (128, 256, 512)
+_MANY_RANKS = 4  # more than which a thread has one vector a turn, and more registers
+_MANY_THREADS = 384
 _EARLY_THREADS = 2048  # a CTA, times ranks
 _WAIT_BYTES = 512 << 10  # that pass a link while a rank waits once more: so many more than two shots may one shot send
 _WORDS_FROM = 48 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
@@ -37,23 +39,24 @@ class Thresholds:
     cross; ``symmcomm tune`` measures them elsewhere.
 
     Attributes:
+        words_bytes: of a part, up to which LL without flags pays; no bound was found. The next four are for what goes
+            without it: what is small, and some sizes between three ranks and more.
         all_reduce_ll_bytes: of the tensor, up to which LL pays in an all-reduce between two ranks.
         one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not.
-        all_reduce_push_bytes: of a symmetric tensor, from which on pushing beats all else in an all-reduce.
-        words_bytes: of a part that floats are reduced of, up to which LL without flags pays; no bound was found.
         ll_bytes: of a part, up to which LL pays in the other calls between two ranks.
-        push_bytes: of a part, from which on pushing into symmetric targets beats staging.
-        pull_bytes: of a part, from which on pulling from symmetric sources does, in a reduce-scatter.
+        pull_bytes: of a part, from which on pulling from symmetric sources beats staging, in a reduce-scatter.
+        all_reduce_push_bytes: of a symmetric tensor, from which on pushing beats all else in an all-reduce.
+        push_bytes: of a part, from which on pushing into symmetric targets does in the others.
         copy_engine_bytes: of a part, from which on the copy engines beat kernels.
     """
 
+    words_bytes: int = NEVER
     all_reduce_ll_bytes: int = 3 << 19
     one_shot_bytes: int = 2 << 20
-    all_reduce_push_bytes: int = 16 << 20
-    words_bytes: int = NEVER
     ll_bytes: int = 7 << 18
-    push_bytes: int = 1 << 20
     pull_bytes: int = 8 << 20
+    all_reduce_push_bytes: int = 16 << 20
+    push_bytes: int = 1 << 20
     copy_engine_bytes: int = 128 << 20
 
 
@@ -113,18 +116,22 @@ def ll_shape(
     return None
 
 
-def words_shape(part_bytes: int, world_size: int, num_sms: int, dtype: DType) -> Launch | None:
+def granule(bits: int) -> int:
+    """The largest of 16, 4, 2, 1 of which numbers are multiples that, or-ed, are ``bits``."""
+    return next(each for each in (16, 4, 2, 1) if bits % each == 0)
+
+
+def words_shape(part_bytes: int, world_size: int, num_sms: int) -> Launch | None:
     """LL without flags, for parts of that size: one turn of as few threads as do, else several, of as many vectors a
     thread as registers hold of all ranks, at least two of which fit a slot: no turn waits for a signal just sent (see
-    ``kernels.gpu.unflagged``). None for what is no float, and where a slot has no room for as many threads as there are
-    ranks, each of which signals one."""
-    if not dtype.is_floating_point or dtype.itemsize > 4:
-        return None
+    ``kernels.gpu.unflagged``). None where a slot has no room for as many threads as there are ranks, each of which
+    signals one."""
     room = Layout.create(world_size).words_slot_bytes // 16
     num_vectors, most = max(1, -(-part_bytes // 16)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
     fitting = [threads for threads in _WORDS_THREADS if threads <= room and threads * most >= num_vectors]
-    unroll = 1 if fitting or world_size > 4 else 2
-    threads = fitting[0] if fitting else min(_WORDS_THREADS[-1], room // (64 * unroll) * 32)
+    unroll, largest = (2, _WORDS_THREADS[-1]) if world_size <= _MANY_RANKS else (1, _MANY_THREADS)
+    unroll = 1 if fitting else unroll
+    threads = fitting[0] if fitting else min(largest, room // (64 * unroll) * 32)
     if threads < world_size:
         return None
     pieces = -(-num_vectors // (threads * unroll))
@@ -209,7 +216,7 @@ def choose(
     if symmetric and num_bytes >= at.all_reduce_push_bytes:
         shape = staged_shape(part, world_size, num_sms, dtype, Algorithm.push)
     if shape is None and sent - sent * 8 // (3 * world_size) <= _WAIT_BYTES:
-        shape = _words(num_bytes, dtype, world_size, num_sms, at)
+        shape = _words(num_bytes, world_size, num_sms, at)
     if shape is None and sent * world_size <= 2 * at.all_reduce_ll_bytes:
         shape = ll_shape(num_bytes, world_size, num_sms, itemsize=dtype.itemsize)
     if shape is None and sent <= at.one_shot_bytes:
@@ -226,7 +233,7 @@ def choose_reduce_scatter(
 ) -> Launch:  # fmt: skip
     """The reduce-scatter of parts of that size. ``source_symmetric`` (pull) asks that no output but the own part is in
     an input."""
-    shape = _words(part_bytes, dtype, world_size, num_sms, at)
+    shape = _words(part_bytes, world_size, num_sms, at)
     if shape is None and _is_small(part_bytes, world_size, at):
         shape = ll_shape(part_bytes, world_size, num_sms, itemsize=dtype.itemsize)
     if shape is not None:
@@ -246,24 +253,22 @@ def choose_all_gather(
     ``source_symmetric`` (pull) that nothing is written where peers read; ``copy_engine`` that the caller has a
     ``kernels.gpu.copy_engine``, which is no kernel.
     """
-    shape = ll_shape(part_bytes, world_size, num_sms) if _is_small(part_bytes, world_size, at) else None
-    if shape is not None:
-        return shape
-    if part_bytes < at.push_bytes:
-        return staged_shape(part_bytes, world_size, num_sms)
-    if target_symmetric and copy_engine and part_bytes >= at.copy_engine_bytes:
-        return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=32, unroll=1)
-    if target_symmetric:
+    if target_symmetric and part_bytes >= at.push_bytes:
+        if copy_engine and part_bytes >= at.copy_engine_bytes:
+            return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=32, unroll=1)
         return direct_shape(part_bytes, num_sms, Algorithm.push)
-    if source_symmetric:
-        return direct_shape(part_bytes, num_sms, Algorithm.pull)
-    return staged_shape(part_bytes, world_size, num_sms)
+    shape = _words(part_bytes, world_size, num_sms, at)
+    if shape is None and _is_small(part_bytes, world_size, at):
+        shape = ll_shape(part_bytes, world_size, num_sms)
+    if shape is None and source_symmetric and part_bytes >= at.push_bytes:
+        shape = direct_shape(part_bytes, num_sms, Algorithm.pull)
+    return shape or staged_shape(part_bytes, world_size, num_sms)
 
 
-def _words(part_bytes: int, dtype: DType, world_size: int, num_sms: int, at: Thresholds) -> Launch | None:
+def _words(part_bytes: int, world_size: int, num_sms: int, at: Thresholds) -> Launch | None:
     """LL without flags, if it pays."""
     pays = _WORDS_FROM <= part_bytes <= at.words_bytes
-    return words_shape(part_bytes, world_size, num_sms, dtype) if pays else None
+    return words_shape(part_bytes, world_size, num_sms) if pays else None
 
 
 def _is_small(part_bytes: int, world_size: int, at: Thresholds) -> bool:

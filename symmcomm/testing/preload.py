@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from pathlib import Path
 
+_NO_CUDA = "PYTORCH_NVML_BASED_CUDA_CHECK"  # makes torch ask NVML whether there are GPUs: CUDA would not outlive a fork
+
 _modules = ["numpy", "torch", "torch.distributed", "numba", "pytest", "symmcomm.communicator"]
-if Path("/dev/nvidiactl").exists():  # the compiler: its import does not initialise CUDA, which would outlive no fork
+if Path("/dev/nvidiactl").exists():  # the compiler, whose import asks that
     _modules += ["symmcomm.collectives.gpu", "symmcomm.kernels.gpu.instances", "symmcomm.kernels.gpu.norm_instances"]
+_before = os.environ.get(_NO_CUDA)
+os.environ[_NO_CUDA] = "1"
 for _name in _modules:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
+if _before is None:
+    del os.environ[_NO_CUDA]
 
 
 def _load_kernels() -> None:

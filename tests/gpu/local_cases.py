@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 
 import pytest
 import torch
 from torch import Tensor
 
+from symmcomm.schedule import select_gpu
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.testing.local_world import LocalWorld
 
@@ -91,6 +93,21 @@ class Place:
         assert bool((found[:, : self.first] == POISON).all())
         assert bool((found[:, end:] == POISON).all())
         return found[:, self.first : end].contiguous()
+
+
+def unlikely(num_bytes: int, seed: int) -> Tensor:
+    """Vectors of 16 bytes that go out as 0 or as 1, or as neither (see ``kernels.gpu.unflagged``), in any order."""
+    from symmcomm.kernels.gpu.unflagged import KEY
+
+    nothing = torch.tensor([word - (1 << 32) * (word >> 31) for word in KEY], dtype=torch.int32)
+    kinds = torch.stack([nothing ^ torch.tensor([low, 0, 0, high]) for low, high in ((0, 0), (1, 0), (2, 0), (1, 1))])
+    order = torch.randint(0, 4, (-(-num_bytes // 16),), generator=torch.Generator().manual_seed(seed))
+    return kinds.to(torch.int32)[order].view(torch.uint8).flatten()[:num_bytes]
+
+
+def granule_of(num_bytes: int, *addresses: int) -> int:
+    """For which kernels of words are compiled (``kernels.gpu.unflagged_parts``)."""
+    return select_gpu.granule(reduce(or_, addresses, num_bytes))
 
 
 def inputs(dtype: DType, op: Op, world_size: int, count: int, seed: int = 0) -> list[Tensor]:

@@ -111,23 +111,38 @@ def test_reduce_scatter(algorithm: Algorithm, dtype: DType, arch: str, tmp_path:
         assert access in ptx
 
 
+WORDS = (*LL_ACCESSES, "ld.relaxed.sys.global.u8", "st.relaxed.sys.global.u8")
+
+
 @PER_ARCHITECTURE
-@pytest.mark.parametrize("dtype", [d for d in DType if d.is_floating_point and d.itemsize <= 4], ids=lambda d: d.name)
+@DTYPES
 def test_words(dtype: DType, arch: str, tmp_path: Path) -> None:
-    for build, world_size in ((instances.all_reduce, 2), (instances.reduce_scatter, 2), (instances.reduce_scatter, 3)):
-        ptx = ptx_of(build(launch(Algorithm.words), dtype, Op.sum, world_size, ARCHITECTURES[arch]), arch, tmp_path)
-        for access in ("st.relaxed.sys.global.v4.b32", "ld.relaxed.sys.global.v4.b32", "ld.global.v4.b32"):
+    """Aligned data go as vectors, others as what they are multiples of."""
+    for build, world_size, granule in (
+        (instances.all_reduce, 2, 16), (instances.reduce_scatter, 2, min(4, dtype.itemsize)),
+        (instances.reduce_scatter, 3, 16),
+    ):  # fmt: skip
+        kernel = build(launch(Algorithm.words), dtype, Op.sum, world_size, ARCHITECTURES[arch], granule=granule)
+        ptx = ptx_of(kernel, arch, tmp_path)
+        for access in WORDS:
             assert access in ptx
+        for unit, access in {16: "ld.global.v4.b32", 4: "ld.global.b32", 2: "ld.global.u16", 1: "ld.global.u8"}.items():
+            assert (f"@live {access}" in ptx) == (unit == granule)
 
 
 @PER_ARCHITECTURE
-@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_words_in_slots(world_size: int, arch: str, tmp_path: Path) -> None:
-    """Only where there may be several, something is signalled and awaited."""
+    """Only where there may be several, or one rank sends, something is signalled and awaited."""
     for slots in range(3):
-        shape = replace(launch(Algorithm.words, 2 if world_size == 2 else 1), slots=slots)
-        kernel = instances.reduce_scatter(shape, DType.bfloat16, Op.sum, world_size, ARCHITECTURES[arch])
+        shape = replace(launch(Algorithm.words, 2 if world_size <= 4 else 1), slots=slots)
+        number = ARCHITECTURES[arch]
+        kernel = instances.reduce_scatter(shape, DType.bfloat16, Op.sum, world_size, number, granule=16)
         assert (SIGNALS[1] in ptx_of(kernel, arch, tmp_path)) == (slots > 1)
+        for same, granule in ((True, 16), (False, 16), (slots == 1, 1)):
+            ptx = ptx_of(instances.all_gather(shape, world_size, same, granule=granule), arch, tmp_path)
+            for access in WORDS + SIGNALS:
+                assert access in ptx
 
 
 @PER_ARCHITECTURE

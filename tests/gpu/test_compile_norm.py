@@ -104,8 +104,8 @@ def test_exchange_norm(scatter: bool, world_size: int, dtype: DType, arch: str, 
     assert ll is not None
     kernel = norm_instances.exchange_norm(ll, dtype, world_size, number, aligned=True, scatter=scatter)
     ptx = ptx_of(kernel, arch, tmp_path)
-    assert "st.relaxed.sys.global.v4.b32" in ptx
-    assert "ld.relaxed.sys.global.v4.b32" in ptx
+    assert "st.relaxed.sys.global.b128" in ptx
+    assert "ld.relaxed.sys.global.b128" in ptx
     assert ("barrier.cluster.wait" in ptx) == (ll.cluster > 1)
     staged = select_norm.staged_shape(1024, 2048, dtype, world_size, 132)
     assert staged is not None
@@ -180,4 +180,4 @@ def test_clusters(arch: str, tmp_path: Path) -> None:
         started = ptx.index("barrier.cluster.wait")
         assert ptx.index("fence.mbarrier_init") < ptx.index("barrier.cluster.arrive") < started
         assert started < ptx.index("st.async.shared::cluster") < ptx.index("mbarrier.try_wait.parity")
-        assert ptx.rindex("st.relaxed.sys.global.v4.b32") < started  # cells are under way before anybody waits
+        assert ptx.rindex("st.relaxed.sys.global.b128") < started  # vectors are under way before anybody waits

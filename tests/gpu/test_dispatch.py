@@ -4,6 +4,7 @@ tensors. Each compiled function checks its arguments before it finds that there 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,12 @@ pytest.importorskip("cutlass")
 
 from symmcomm.collectives.gpu import GpuCollectives
 from symmcomm.kernels.gpu.compile import compiled
-from symmcomm.schedule import select_gpu
 from symmcomm.schedule.cost import RingMode, choose_from
 from symmcomm.schedule.layout_gpu import Layout, MessageLayout
 from symmcomm.schedule.machines import nvlink
 from symmcomm.schedule.plan import all_reduce_of
 from symmcomm.schedule.ring import ring_1d
+from symmcomm.schedule.select_gpu import DEFAULT
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the addresses are made up")
 SCRATCH = 4 << 20
@@ -36,7 +37,7 @@ class Dry(GpuCollectives):
         self.rank, self.world_size, self.ordinal, self.device = rank, 2, -1, torch.device("cpu")
         self.timeout_s = 1.0
         self.arch, self.arch_number, self.num_sms, self.early = "sm_90a", 90, 132, True
-        self.layout, self.thresholds = Layout.create(2), select_gpu.DEFAULT
+        self.layout, self.thresholds = Layout.create(2), DEFAULT
         self.table = MessageLayout.create(2).end
         self._scratch, self.scratch_bytes = self.table + 4096, SCRATCH
         size = self._scratch + SCRATCH + (40 << 20)
@@ -46,22 +47,22 @@ class Dry(GpuCollectives):
         self._symmetric, self._calls, self._word = set(), {}, ctypes.c_uint32(0)
         self.topology, self.ring_tables = nvlink(2), {}
         self.ring_from = choose_from(self.topology)
-        self._names: dict[int, str] = {}
-        self.launched: list[str] = []
+        self.made: dict[int, Any] = {}
+        self.launched: list[Any] = []
 
     def check(self) -> None:
         pass
 
     def compiled(self, kernel: Any) -> Any:
         function = compiled(kernel, self.arch)
-        self._names[id(function)] = type(kernel).__name__
+        self.made[id(function)] = kernel
         return function
 
     def launch(self, kernel: Any, *arguments: Any) -> None:
         self.run(self.compiled(kernel), *arguments)
 
     def run(self, function: Any, *arguments: Any) -> None:
-        self.launched.append(self._names[id(function)])
+        self.launched.append(self.made[id(function)])
         with pytest.raises(RuntimeError, match="Cuda Runtime Error"):
             function(self.base, self.stride, self.rank, *arguments, 0)
 
@@ -71,8 +72,12 @@ class Dry(GpuCollectives):
         return self.memory[start : start + num_bytes]
 
     def kernels(self) -> list[str]:
-        names, self.launched = self.launched, []
-        return names
+        launched, self.launched = self.launched, []
+        return [type(kernel).__name__ for kernel in launched]
+
+    def granules(self) -> list[int]:
+        launched, self.launched = self.launched, []
+        return [kernel.granule for kernel in launched]
 
 
 @pytest.fixture(scope="module")
@@ -91,23 +96,38 @@ def test_all_reduce(gpu: Dry) -> None:
     gpu.all_reduce(torch.ones(5 * MI // 2))
     assert gpu.kernels() == ["ReduceScatterWords"]
     gpu.all_reduce(torch.ones(5 * MI // 2, dtype=torch.int32))
-    assert gpu.kernels() == ["AllReduceStaged"]
+    assert gpu.kernels() == ["ReduceScatterWords"]
     gpu.all_reduce(gpu.symmetric(16 * MI).view(torch.float32))
     assert gpu.kernels() == ["AllReduceStaged"]  # a push
+    gpu.set_thresholds(replace(DEFAULT, words_bytes=0))
     tensor = gpu.symmetric(4 * MI).view(torch.int32)
     gpu.all_reduce(tensor)
     gpu.all_reduce(tensor.view(2, -1))
     assert gpu.kernels() == 2 * ["AllReduceTwoShot"]
     gpu.all_reduce(tensor[: MI - 1])  # a part: not every rank knows where it is
     assert gpu.kernels() in (["AllReduceStaged"], ["AllReduceLLTwoShot"])
+    gpu.set_thresholds(DEFAULT)
 
 
 def test_a_kernel_is_compiled_when_it_is_needed() -> None:
     gpu = Dry()
-    tensor = gpu.symmetric(4 * MI).view(torch.int32)
-    for one, kernels in ((tensor, 1), (tensor, 1), (torch.ones(len(tensor), dtype=torch.int32), 2)):
+    tensor = gpu.symmetric(16 * MI).view(torch.int32)
+    ordinary = torch.ones(len(tensor), dtype=torch.int32)
+    for one, kernels in ((tensor, 1), (tensor, 1), (ordinary, 2), (ordinary, 2)):
         gpu.all_reduce(one)
-        assert len(gpu._names) == kernels
+        assert len(gpu.made) == kernels
+
+
+def test_words_are_compiled_for_what_is_aligned_and_for_what_is_not() -> None:
+    gpu = Dry()
+    memory = torch.ones(MI + 16, dtype=torch.int8)
+    shift = -memory.data_ptr() % 16
+    for start, expected in ((0, 16), (4, 4), (8, 4), (2, 2), (1, 1), (3, 1), (0, 16)):
+        gpu.all_reduce(memory[shift + start :][: MI - 16])
+        gpu.all_gather_into_tensor(torch.ones(2 * MI, dtype=torch.int8), memory[shift + start :][:MI])
+        assert gpu.granules() == [expected] * 2
+    gpu.all_reduce(memory[shift:][: MI - 2])
+    assert gpu.granules() == [2]
 
 
 def test_reduce(gpu: Dry) -> None:
@@ -116,8 +136,6 @@ def test_reduce(gpu: Dry) -> None:
         assert gpu.kernels() == ["ReduceScatterLL"]
         gpu.reduce(torch.ones(MI), dst, "max")
         assert gpu.kernels()[-1] == "ReduceScatterWords"
-        gpu.reduce(torch.ones(MI, dtype=torch.int32), dst, "max")
-        assert gpu.kernels()[-1] in ("AllReduceTwoShot", "AllReduceLLTwoShot")
 
 
 def test_the_result_of_reduce_stays_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +153,13 @@ def test_reduce_scatter(gpu: Dry) -> None:
     gpu.reduce_scatter_tensor(torch.ones(5), torch.ones(10), "avg")
     gpu.reduce_scatter_tensor(torch.ones(MI), torch.ones(2 * MI))
     gpu.reduce_scatter_tensor(torch.ones(MI, dtype=torch.int32), torch.ones(2 * MI, dtype=torch.int32))
-    assert gpu.kernels() == ["ReduceScatterLL", "ReduceScatterWords", "ReduceScatterStaged"]
+    assert gpu.kernels() == ["ReduceScatterLL", "ReduceScatterWords", "ReduceScatterWords"]
     input = gpu.symmetric(32 * MI).view(torch.int32)
+    gpu.set_thresholds(replace(DEFAULT, words_bytes=0))
     gpu.reduce_scatter_tensor(input[: 4 * MI], input)
-    assert gpu.kernels() == ["ReduceScatterPull"]
+    gpu.reduce_scatter_tensor(torch.ones(MI), torch.ones(2 * MI))
+    assert gpu.kernels() == ["ReduceScatterPull", "ReduceScatterStaged"]
+    gpu.set_thresholds(DEFAULT)
     with pytest.raises(ArgumentError, match="there it may only be part 0 of it"):
         gpu.reduce_scatter_tensor(input[8 : 4 * MI + 8], input)
 
@@ -170,12 +191,17 @@ def test_all_gather_and_broadcast(gpu: Dry) -> None:
     gpu.broadcast(torch.ones(1), 1)
     assert gpu.kernels() == ["AllGatherLL", "AllGatherLL"]
     gpu.all_gather_into_tensor(torch.ones(2 * MI), torch.ones(MI))
-    assert gpu.kernels() == ["AllToAllStaged"]
+    assert gpu.kernels() == ["AllGatherWords"]
     output = gpu.symmetric(32 * MI).view(torch.float32)
     gpu.all_gather_into_tensor(output, output[: 4 * MI])
     gpu.broadcast(output, 0)
     gpu.all_gather_into_tensor(torch.ones(16 * MI), output)
-    assert gpu.kernels() == ["AllGatherPush", "AllGatherPush", "AllGatherPull"]
+    assert gpu.kernels() == ["AllGatherPush", "AllGatherPush", "AllGatherWords"]
+    gpu.set_thresholds(replace(DEFAULT, words_bytes=0))
+    gpu.all_gather_into_tensor(torch.ones(16 * MI), output)
+    gpu.all_gather_into_tensor(torch.ones(4 * MI), torch.ones(2 * MI))
+    assert gpu.kernels() == ["AllGatherPull", "AllToAllStaged"]
+    gpu.set_thresholds(DEFAULT)
 
 
 def test_all_to_all(gpu: Dry) -> None:

@@ -21,10 +21,12 @@ from local_cases import (
     WORLDS,
     Place,
     assert_same,
+    granule_of,
     inputs,
     reduced,
     repeated,
     torch_dtype,
+    unlikely,
     world_of,
 )
 from torch import Tensor
@@ -74,22 +76,27 @@ def random_bytes(num_bytes: int, seed: int) -> Tensor:
 
 
 MOVES = ("all_gather", "broadcast", "all_to_all", "scatter")
-MOVE_ALGORITHMS = (Algorithm.ll, Algorithm.push, Algorithm.pull, Algorithm.staged)
+MOVE_ALGORITHMS = (Algorithm.ll, Algorithm.words, Algorithm.push, Algorithm.pull, Algorithm.staged)
+SLOTS = Launch(algorithm=Algorithm.words, grid=2, threads=64, unroll=1, slots=2)
 
 
 def move_shape(world: LocalWorld, algorithm: Algorithm, part: int) -> Launch:
     """Staged where LL has no room."""
     if algorithm in (Algorithm.push, Algorithm.pull):
         return select_gpu.direct_shape(part, world.num_sms, algorithm)
-    shape = select_gpu.ll_shape(part, world.world_size, world.num_sms) if algorithm is Algorithm.ll else None
+    shape: Launch | None = None
+    if algorithm is Algorithm.ll:
+        shape = select_gpu.ll_shape(part, world.world_size, world.num_sms)
+    if algorithm is Algorithm.words:
+        shape = select_gpu.words_shape(part, world.world_size, world.num_sms)
     return shape or select_gpu.staged_shape(part, world.world_size, world.num_sms)
 
 
 def move(
     world: LocalWorld, kind: str, shape: Launch, part: int, *, seed: int = 0, start: int = 0,
-    shifts: tuple[int, int] = (0, 0), in_place: bool = False,
+    shifts: tuple[int, int] = (0, 0), in_place: bool = False, data: Callable[[int, int], Tensor] = random_bytes,
 ) -> Call:  # fmt: skip
-    """A call that moves parts of ``part`` bytes."""
+    """A call that moves parts of ``part`` bytes, of what ``data`` gives for a number of bytes and a seed."""
     from symmcomm.kernels.gpu import instances
 
     size, same = world.world_size, kind in ("all_gather", "broadcast")
@@ -99,7 +106,7 @@ def move(
     target = Place(world, whole, push or (pull and in_place), start, shifts[1])
     sends = part if same else part * size
     source = target if in_place else Place(world, sends, pull, start + whole + 4096, shifts[0])
-    sent = [random_bytes(sends, 1000 * seed + rank) for rank in range(size)]
+    sent = [data(sends, 1000 * seed + rank) for rank in range(size)]
     skips = [rank * part if in_place and kind == "all_gather" else 0 for rank in range(size)]
     source.fill(sent, skips)
     arguments = []
@@ -123,7 +130,8 @@ def move(
             assert_same(found[rank], expected, what)
         source.read()
 
-    return Call(compiled(world, instances.all_gather(shape, size, same)), arguments, verify)
+    granule = granule_of(part, *(number for each in arguments for number in each[-7:-3]))
+    return Call(compiled(world, instances.all_gather(shape, size, same, granule=granule)), arguments, verify)
 
 
 @pytest.mark.parametrize("algorithm", MOVE_ALGORITHMS, ids=lambda a: a.name)
@@ -151,6 +159,22 @@ def test_moves_in_place(world_size: int, kind: str, algorithm: Algorithm) -> Non
             run(world, move(world, kind, shape, part, seed=seed, in_place=True))
 
 
+@pytest.mark.parametrize("kind", MOVES)
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_moves_in_turns(world_size: int, kind: str) -> None:
+    """More than a slot holds, a late rank, and vectors that would be taken for nothing."""
+    world = world_of(world_size)
+    for seed, (part, shift, late) in enumerate(((70_000, 0, None), (300_000, 0, 1), (600_001, 3, 0), (600_004, 4, 1))):
+        for shape in (SLOTS, replace(SLOTS, unroll=2)) if world_size <= 4 else (SLOTS,):
+            if late is not None:
+                world.put(late, at.DELAY_NS, DELAY_NS)
+            data = unlikely if seed % 2 else random_bytes
+            in_place = kind != "scatter" and seed == 1
+            run(world, move(world, kind, shape, part, seed=seed, shifts=(shift, shift), in_place=in_place, data=data))
+            if late is not None:
+                world.put(late, at.DELAY_NS, 0)
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_shape_that_is_chosen(world_size: int) -> None:
     world = world_of(world_size)
@@ -174,7 +198,7 @@ def sum_shape(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int)
     if algorithm is Algorithm.ll:
         shape = select_gpu.ll_shape(part, size, world.num_sms, itemsize=dtype.itemsize)
     if algorithm is Algorithm.words:
-        shape = select_gpu.words_shape(part, size, world.num_sms, dtype)
+        shape = select_gpu.words_shape(part, size, world.num_sms)
     return shape or select_gpu.staged_shape(part, size, world.num_sms, dtype)
 
 
@@ -204,7 +228,8 @@ def scatter_sum(
             mine = expected[rank * count : (rank + 1) * count]
             assert_same(got.view(torch_dtype(dtype)), mine, what)
 
-    kernel = instances.reduce_scatter(shape, dtype, op, size, world.arch_number)
+    granule = granule_of(part, *(address for each in arguments for address in each[:2]))
+    kernel = instances.reduce_scatter(shape, dtype, op, size, world.arch_number, granule=granule)
     return Call(compiled(world, kernel), arguments, verify)
 
 
@@ -235,7 +260,7 @@ def test_reduce_scatter_in_worlds(algorithm: Algorithm, world_size: int, dtype: 
             run(world, scatter_sum(world, shape, dtype, Op.sum, count, seed=seed, in_place=1))
         if algorithm is Algorithm.staged:
             run(world, scatter_sum(world, SMALL_CHUNKS, dtype, Op.sum, count, seed=seed, in_place=1))
-    if algorithm is Algorithm.words and dtype.itemsize < 8:
+    if algorithm is Algorithm.words:
         many = Launch(algorithm=algorithm, grid=2, threads=32, unroll=2, slots=2)
         for in_place in (None, 0, 1):  # more turns than slots hold
             run(world, scatter_sum(world, many, dtype, Op.sum, 300_000, seed=9, in_place=in_place))
@@ -324,6 +349,7 @@ def any_call(world: LocalWorld, rng: random.Random, start: int, seed: int) -> Ca
         return all_reduce(world, rng, part, start, seed)
     algorithm = rng.choice(MOVE_ALGORITHMS)
     shape = smaller(rng, move_shape(world, algorithm, part))
+    shape, part = longer(world, rng, shape, part, itemsize=1)
     return move(world, kind, shape, part, seed=seed, start=start)
 
 
@@ -333,13 +359,13 @@ def smaller(rng: random.Random, shape: Launch) -> Launch:
     return rng.choice((shape, small)) if shape.chunk_bytes else shape
 
 
-def longer(world: LocalWorld, rng: random.Random, shape: Launch, count: int) -> tuple[Launch, int]:
-    """The shape, for so many 16-bit elements; or, of words, a CTA alone that takes turns in up to four slots."""
+def longer(world: LocalWorld, rng: random.Random, shape: Launch, count: int, itemsize: int = 2) -> tuple[Launch, int]:
+    """The shape, for so many elements; or, of words, a CTA alone that takes turns in up to four slots."""
     if shape.algorithm is not Algorithm.words or rng.random() < 0.3:
         return shape, count
     slot = world.layout.words_slot_bytes
     threads = min(512, slot // (2 * 2 * 16) // 32 * 32)  # of two vectors; a slot holds two turns at least
-    return replace(shape, grid=1, threads=threads, unroll=2, slots=2), rng.randrange(1, 4 * slot // 2)
+    return replace(shape, grid=1, threads=threads, unroll=2, slots=2), rng.randrange(1, 4 * slot // itemsize)
 
 
 def all_reduce(world: LocalWorld, rng: random.Random, count: int, start: int, seed: int) -> Call:
@@ -361,7 +387,7 @@ def all_reduce(world: LocalWorld, rng: random.Random, count: int, start: int, se
             assert_same(got.view(torch.bfloat16), expected, f"{shape} n={count} rank {rank}")
 
     arguments = [(*a, count, shape.grid) for a in address]
-    return Call(other.kernel(world, shape, dtype, Op.sum), arguments, verify)
+    return Call(other.kernel(world, shape, dtype, Op.sum, arguments), arguments, verify)
 
 
 @pytest.mark.parametrize(("world_size", "late"), [(2, False), (2, True), (3, True), (4, False), (5, False), (8, True)])

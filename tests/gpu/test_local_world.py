@@ -16,9 +16,11 @@ from local_cases import (
     assert_close_to_float64,
     assert_same,
     bits,
+    granule_of,
     inputs,
     reduced,
     torch_dtype,
+    unlikely,
     world_of,
 )
 from torch import Tensor
@@ -51,21 +53,24 @@ class Buffers(Place):
         return [row.view(self.kind) for row in self.read()]
 
 
+Arguments = list[tuple[int, ...]]
 CHUNKED = (Algorithm.one_shot, Algorithm.push, Algorithm.staged)
 ALL_REDUCE = (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot, Algorithm.two_shot, *CHUNKED)
 NEED_SYMMETRIC = (Algorithm.two_shot, Algorithm.push)
 
 
-def kernel(world: LocalWorld, shape: Launch, dtype: DType, op: Op):  # type: ignore[no-untyped-def]
-    """The compiled all-reduce of that shape."""
+def kernel(world: LocalWorld, shape: Launch, dtype: DType, op: Op, given: Arguments):  # type: ignore[no-untyped-def]
+    """The compiled all-reduce of that shape, for such arguments of all ranks."""
     from symmcomm.kernels.gpu import instances
     from symmcomm.kernels.gpu.compile import compiled
 
-    return compiled(instances.all_reduce(shape, dtype, op, world.world_size, world.arch_number), world.arch)
+    granule = granule_of(given[0][2] * dtype.itemsize, *(address for each in given for address in each[:2]))
+    made = instances.all_reduce(shape, dtype, op, world.world_size, world.arch_number, granule=granule)
+    return compiled(made, world.arch)
 
 
 def shape_of(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int) -> Launch:
-    """Two-shot where LL has no room: a rank of eight on one device has few SMs; and where words are no floats."""
+    """Two-shot where LL has no room: a rank of eight on one device has few SMs."""
     num_bytes, size, num_sms = count * dtype.itemsize, world.world_size, world.num_sms
     part = select_gpu.slice_bytes(num_bytes, size)
     shape: Launch | None = None
@@ -73,7 +78,7 @@ def shape_of(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int) 
         case Algorithm.ll:
             shape = select_gpu.ll_shape(num_bytes, size, num_sms, itemsize=dtype.itemsize)
         case Algorithm.words:
-            shape = select_gpu.words_shape(num_bytes, size, num_sms, dtype)
+            shape = select_gpu.words_shape(num_bytes, size, num_sms)
         case Algorithm.ll_two_shot:
             shape = select_gpu.ll_shape(part, size, num_sms, algorithm, dtype.itemsize)
         case Algorithm.push | Algorithm.staged | Algorithm.one_shot:
@@ -82,7 +87,7 @@ def shape_of(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int) 
     return shape or select_gpu.two_shot_shape(num_bytes, dtype, size, num_sms)
 
 
-def arguments(buffers: Buffers, shape: Launch) -> list[tuple[int, ...]]:
+def arguments(buffers: Buffers, shape: Launch) -> Arguments:
     """In place, for all ranks."""
     if shape.algorithm is Algorithm.two_shot:
         return [(0, buffers.offset, buffers.count, shape.grid)] * buffers.world.world_size
@@ -99,7 +104,7 @@ def check(
     buffers = Buffers(world, dtype, count, shape.algorithm in NEED_SYMMETRIC, shift)
     parts = inputs(dtype, op, world_size, count, seed=shift)
     buffers.fill(parts)
-    world.launch(kernel(world, shape, dtype, op), arguments(buffers, shape))
+    world.launch(kernel(world, shape, dtype, op, arguments(buffers, shape)), arguments(buffers, shape))
     expected = reduced(parts, dtype, op)
     assert [world.record(rank) for rank in range(world_size)] == [None] * world_size
     for rank, result in enumerate(buffers.results()):
@@ -188,7 +193,7 @@ def test_pads_keep_up_with_cells() -> None:
     world = LocalWorld(2, 1 << 20, PATIENCE_S)
     world.set_epochs((1 << 20) - 1)
     shape, buffers = shape_of(world, Algorithm.ll, DType.float32, 8), Buffers(world, DType.float32, 8, False)
-    function = kernel(world, shape, DType.float32, Op.sum)
+    function = kernel(world, shape, DType.float32, Op.sum, arguments(buffers, shape))
     for _ in range(2):
         world.launch(function, arguments(buffers, shape))
     for rank in range(2):
@@ -229,7 +234,7 @@ def test_special_values(dtype: DType, op: Op) -> None:
     buffers = Buffers(world, dtype, size * size, algorithm in NEED_SYMMETRIC)
     buffers.fill(parts)
     shape = shape_of(world, algorithm, dtype, size * size)
-    world.launch(kernel(world, shape, dtype, op), arguments(buffers, shape))
+    world.launch(kernel(world, shape, dtype, op, arguments(buffers, shape)), arguments(buffers, shape))
     zero = lambda t: torch.where(t.to(torch.float64) == 0, torch.zeros_like(t), t)  # max(0, -0) may be either
     expected = reduced(parts, dtype, op)
     first, second = buffers.results()
@@ -237,20 +242,21 @@ def test_special_values(dtype: DType, op: Op) -> None:
     assert_same(zero(first), zero(expected), f"{algorithm.name} {dtype.name} {op.name}")
 
 
-@pytest.mark.parametrize("dtype", [d for d in DType if d.is_floating_point and d.itemsize <= 4], ids=lambda d: d.name)
-def test_words_of_ones(dtype: DType) -> None:
-    """Which would be zero inverted, and taken for nothing: NaN, in every place of a vector."""
-    world, size, count = world_of(2), dtype.itemsize, 64 // dtype.itemsize
-    buffers, shape = Buffers(world, dtype, count, False), select_gpu.words_shape(64, 2, world.num_sms, dtype)
-    assert shape is not None
-    for place in range(16):
-        parts = inputs(dtype, Op.sum, 2, count, seed=place)
-        parts[place % 2].view(torch.uint8)[4 * place : 4 * place + 4] = 0xFF
+@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.int32, DType.uint8, DType.float64], ids=lambda d: d.name)
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_vectors_that_would_be_taken_for_nothing(world_size: int, dtype: DType) -> None:
+    """All of them, in all turns and slots."""
+    world, count = world_of(world_size), 70_000 // dtype.itemsize
+    buffers = Buffers(world, dtype, count, False)
+    for grid, slots in ((128, 0), (4, 1), (1, 2)):
+        shape = Launch(algorithm=Algorithm.words, grid=grid, threads=64, unroll=1 if slots == 0 else 2, slots=slots)
+        parts = [unlikely(count * dtype.itemsize, seed).view(torch_dtype(dtype)) for seed in range(world_size)]
         buffers.fill(parts)
-        world.launch(kernel(world, shape, dtype, Op.sum), arguments(buffers, shape))
+        given = arguments(buffers, shape)
+        world.launch(kernel(world, shape, dtype, Op.max, given), given)
         for rank, result in enumerate(buffers.results()):
             assert world.record(rank) is None
-            assert_same(result, reduced(parts, dtype, Op.sum), f"word {place} of {size} bytes each")
+            assert_same(result, reduced(parts, dtype, Op.max), f"{shape} rank {rank}")
 
 
 @ALGORITHMS
@@ -272,7 +278,7 @@ def test_epochs_wrap_around(algorithm: Algorithm) -> None:
     parts = inputs(DType.float32, Op.sum, 3, 1000)
     buffers = Buffers(world, DType.float32, 1000, algorithm in NEED_SYMMETRIC)
     shape = shape_of(world, algorithm, DType.float32, 1000)
-    function = kernel(world, shape, DType.float32, Op.sum)
+    function = kernel(world, shape, DType.float32, Op.sum, arguments(buffers, shape))
     for _ in range(12):
         buffers.fill(parts)
         world.launch(function, arguments(buffers, shape))
@@ -289,7 +295,7 @@ def test_a_missing_peer_is_named(algorithm: Algorithm, world_size: int) -> None:
     missing = world_size - 1
     buffers = Buffers(world, DType.float32, 1000, algorithm in NEED_SYMMETRIC)
     shape = shape_of(world, algorithm, DType.float32, 1000)
-    function = kernel(world, shape, DType.float32, Op.sum)
+    function = kernel(world, shape, DType.float32, Op.sum, arguments(buffers, shape))
     start = time.monotonic()
     world.launch(function, arguments(buffers, shape), ranks=range(missing))
     assert 0.75 * deadline_s < time.monotonic() - start < 5 * deadline_s
@@ -311,7 +317,7 @@ def test_a_missing_peer_is_awaited_once_whatever_the_slots() -> None:
     world = LocalWorld(2, 1 << 20, deadline_s)
     shape = Launch(algorithm=Algorithm.words, grid=1, threads=512, unroll=2, slots=2)
     buffers = Buffers(world, DType.bfloat16, 12 * world.layout.words_slot_bytes // 2, False)
-    function = kernel(world, shape, DType.bfloat16, Op.sum)
+    function = kernel(world, shape, DType.bfloat16, Op.sum, arguments(buffers, shape))
     start = time.monotonic()
     world.launch(function, arguments(buffers, shape), ranks=[0])
     assert 0.75 * deadline_s < time.monotonic() - start < 5 * deadline_s
@@ -382,7 +388,7 @@ def test_a_graph_can_be_replayed(world_size: int) -> None:
     for i, algorithm in enumerate(ALL_REDUCE):
         buffers = Buffers(world, DType.float32, 1000, algorithm in NEED_SYMMETRIC, start=i << 16)
         shape = shape_of(world, algorithm, DType.float32, 1000)
-        function = kernel(world, shape, DType.float32, Op.sum)
+        function = kernel(world, shape, DType.float32, Op.sum, arguments(buffers, shape))
         world.launch(function, arguments(buffers, shape))  # loads the module, which capture does not allow
         plans.append((buffers, function, arguments(buffers, shape)))
     for rank in range(world_size):

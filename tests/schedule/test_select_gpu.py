@@ -23,6 +23,7 @@ from symmcomm.schedule.select_gpu import (
     choose,
     choose_all_gather,
     choose_reduce_scatter,
+    granule,
     may_start_early,
     uneven_shape,
     words_shape,
@@ -74,7 +75,7 @@ def test_slots_of_words_hold_two_turns_of_all_ranks_or_none() -> None:
     """Else the second slot would be filled before a rank has heard from its peers; and each thread signals one."""
     for world_size in (2, 8, 9, 16, 17, 64, 72, 128, 129, 300, 1024):
         for part in (1 << 10, 1 << 20, 1 << 30):
-            shape = words_shape(part, world_size, 132, DType.bfloat16)
+            shape = words_shape(part, world_size, 132)
             if shape is not None:
                 assert_fits(shape, part, world_size, 132)
         assert (shape is not None) == (world_size <= 72)
@@ -92,16 +93,19 @@ def test_an_ordinary_tensor_needs_no_heap() -> None:
 def test_copy_engines_are_chosen_by_who_has_them() -> None:
     for has, expected in ((False, Algorithm.push), (True, Algorithm.copy_engine)):
         assert choose_all_gather(1 << 28, 2, 132, False, True, copy_engine=has).algorithm is expected
-        assert choose_all_gather(1 << 28, 2, 132, copy_engine=has).algorithm is Algorithm.staged
+        assert choose_all_gather(1 << 28, 2, 132, copy_engine=has).algorithm is Algorithm.words
 
 
-def test_floats_that_are_not_few_need_no_flags() -> None:
+def test_what_is_not_small_needs_no_flags() -> None:
     for dtype in (DType.bfloat16, DType.float8_e5m2, DType.int32, DType.float64):
-        is_small_float = dtype.is_floating_point and dtype is not DType.float64
-        expected = Algorithm.words if is_small_float else Algorithm.ll
-        assert choose(1 << 10, dtype, 2, 132).algorithm is Algorithm.ll
-        assert choose(1 << 20, dtype, 2, 132).algorithm is expected
-        assert choose_reduce_scatter(1 << 20, dtype, 2, 132).algorithm is expected
+        for num_bytes, expected in ((1 << 10, Algorithm.ll), (1 << 20, Algorithm.words)):
+            assert choose(num_bytes, dtype, 2, 132).algorithm is expected
+            assert choose_reduce_scatter(num_bytes, dtype, 2, 132).algorithm is expected
+            assert choose_all_gather(num_bytes, 2, 132).algorithm is expected
+
+
+def test_granules_divide_all_numbers() -> None:
+    assert [granule(bits) for bits in (0, 48, 8, 4, 6, 7)] == [16, 16, 4, 4, 2, 1]
 
 
 def test_what_starts_early_is_small() -> None:
@@ -123,6 +127,9 @@ def test_thresholds_move_the_choice() -> None:
         assert choose(num_bytes, DType.float32, 2, 132, True, at).algorithm is expected
     for part, expected in ((2048, Algorithm.ll), (2049, Algorithm.staged), (1 << 16, Algorithm.push)):
         assert choose_all_gather(part, 2, 132, False, True, at).algorithm is expected
+    for part, expected in ((1 << 16, Algorithm.words), (1 << 17, Algorithm.staged)):
+        assert choose_all_gather(part, 2, 132, False, False, at).algorithm is expected
+    assert choose_all_gather(1 << 17, 2, 132, True, False, at).algorithm is Algorithm.pull
     for part, expected in (((1 << 17) - 1, Algorithm.staged), (1 << 17, Algorithm.pull)):
         assert choose_reduce_scatter(part, DType.float32, 2, 132, True, at).algorithm is expected
 
@@ -133,9 +140,10 @@ def test_areas_of_the_heap_do_not_overlap(world_size: int) -> None:
     assert 2 * world_size * layout.ll_slot_bytes <= CHANNEL_LL_BYTES
     assert DEPTH * world_size * layout.staging_slot_bytes <= CHANNEL_STAGING_BYTES
     starts = [layout.pads, layout.ring, layout.count, layout.swap_pad, layout.ll, layout.splits, layout.staging]
-    starts += [layout.words, layout.data]
+    starts += [layout.words, layout.escapes, layout.data]
     assert starts == sorted(starts)
     assert layout.data % 4096 == 0
     assert layout.words - layout.staging == STAGED * CHANNEL_STAGING_BYTES
-    assert layout.data - layout.words == NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES
+    assert layout.escapes - layout.words == NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES
     assert 2 * world_size * layout.words_slot_bytes <= CHANNEL_WORDS_BYTES
+    assert 16 * (layout.data - layout.escapes) == layout.escapes - layout.words

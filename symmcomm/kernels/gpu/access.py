@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
-import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
@@ -79,40 +77,3 @@ class Access:
     def inside(self, index: Any) -> Any:
         """Whether the row has a vector of that index."""
         return index * self.per_vector < self.hidden
-
-
-@cute.jit
-def load_vectors(itemsize: cutlass.Constexpr, row: Int64, count: Int64, indices: list[Any]) -> Any:
-    """Vectors of a row of ``count`` elements wherever it lies."""
-    whole, single = _both(itemsize, count)
-    vectors = [[Uint32(0)] * 4 for _ in indices]
-    if _is_whole(itemsize, row, count):
-        vectors = [whole.load(row, index, count > 0) for index in indices]
-    else:
-        vectors = [single.load(row, index, count > 0) for index in indices]
-    return vectors
-
-
-@cute.jit
-def store_vectors(
-    itemsize: cutlass.Constexpr, row: Int64, count: Int64, indices: list[Any], vectors: list[list[Any]]
-) -> None:
-    """The opposite."""
-    whole, single = _both(itemsize, count)
-    if _is_whole(itemsize, row, count):
-        for k in cutlass.range_constexpr(len(indices)):
-            whole.store(row, indices[k], vectors[k], count > 0)
-    else:
-        for k in cutlass.range_constexpr(len(indices)):
-            single.store(row, indices[k], vectors[k], count > 0)
-
-
-def _both(itemsize: int, count: Any) -> list[Access]:
-    """For aligned rows, and for others."""
-    shape: dict[str, Any] = {"itemsize": itemsize, "per_vector": VECTOR_BYTES // itemsize, "hidden": count}
-    return [Access(**shape, aligned=True), Access(**shape, aligned=False)]
-
-
-def _is_whole(itemsize: int, row: Any, count: Any) -> Any:
-    """Whether the row starts and ends on 16-byte boundaries: the same on all threads."""
-    return ((row | count * itemsize) & (VECTOR_BYTES - 1)) == 0

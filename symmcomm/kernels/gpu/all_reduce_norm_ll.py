@@ -71,7 +71,7 @@ class WordsOfRows(unflagged.Job):
         old = given.residual + Int64(self.row(turn)) * given.residual_pitch
         residual = [self.rows.access.load(old, i, exists) for i in self.rows.indices]
         live = [going & each for each in self.live(turn)]
-        got, arrived = unflagged.receive(self.ctx, self.epoch, self.places(turn), live)
+        got, arrived = unflagged.receive(self, self.epoch, self.places(turn), live)
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
         going = going & arrived
@@ -136,7 +136,7 @@ class AllReduceNormLL:
         first = block() % self.cluster * (self.threads * self.vectors)
         rows = self._rows(tensors, team, [first + k * self.threads + thread() for k in range(self.vectors)])
         job = WordsOfRows(
-            ctx=ctx, epoch=None, dtype=self.dtype, threads=self.threads, vectors=self.vectors, same=not self.scatter,
+            ctx=ctx, epoch=None, threads=self.threads, vectors=self.vectors, same=not self.scatter,
             rows=rows, parts=Parts(ctx=ctx, num_rows=tensors.rows, scatter=self.scatter), cluster=self.cluster,
         )  # fmt: skip
         fetched = registers(4 * job.num_fetched, Uint32)
@@ -146,7 +146,7 @@ class AllReduceNormLL:
         if in_order:
             remind(ctx, epoch)
         job = replace(job, epoch=epoch + 1)
-        unflagged.run(ctx, epoch + 1, job.num_turns, fetched, job, in_order)
+        unflagged.run(epoch + 1, job.num_turns, fetched, job, in_order)
         if in_order:
             end(ctx, block(), epoch + 1)
 

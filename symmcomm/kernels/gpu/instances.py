@@ -1,7 +1,8 @@
 """The kernel of a shape: what ``schedule.select_gpu`` chose, with what is compiled into it.
 
 ``early``: whether the ranks have a GPU each that knows programmatic dependent launch (from sm_90 on). Small kernels
-then start early, see ``context.after_previous_kernel``.
+then start early, see ``context.after_previous_kernel``. ``granule``: as of ``unflagged_parts.PartsInTurns``, which
+only kernels of words are compiled for; the others find out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from symmcomm.kernels.gpu.all_gather import AllGatherLL, AllGatherPull, AllGatherPush
+from symmcomm.kernels.gpu.all_gather_words import AllGatherWords
 from symmcomm.kernels.gpu.all_reduce import AllReduceStaged, AllReduceTwoShot
 from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLLTwoShot
 from symmcomm.kernels.gpu.all_to_all import AllToAllStaged, AllToAllUneven
@@ -19,14 +21,16 @@ from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.select_gpu import Algorithm, Launch, may_start_early
 
 
-def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False) -> Kernel:
+def all_reduce(
+    shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False, granule: int = 1
+) -> Kernel:
     """See ``select_gpu.choose``; ``arch`` as in ``sm_<arch>``."""
     reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
     match shape.algorithm:
         case Algorithm.ll:
             return ReduceScatterLL(**reduction, **_cells(shape, world_size, early), same=True)
         case Algorithm.words:
-            return ReduceScatterWords(**reduction, **_words(shape, world_size, early), same=True)
+            return ReduceScatterWords(**reduction, **_words(shape, world_size, early, granule), same=True)
         case Algorithm.ll_two_shot:
             return AllReduceLLTwoShot(**reduction, **_cells(shape, world_size, early))
         case Algorithm.two_shot:
@@ -36,25 +40,29 @@ def all_reduce(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, 
     return AllReduceStaged(**reduction, **_chunks(shape), symmetric=shape.algorithm is Algorithm.push)
 
 
-def reduce_scatter(shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False) -> Kernel:
+def reduce_scatter(
+    shape: Launch, dtype: DType, op: Op, world_size: int, arch: int, early: bool = False, granule: int = 1
+) -> Kernel:
     """See ``select_gpu.choose_reduce_scatter``; ``arch`` as in ``sm_<arch>``."""
     reduction: dict[str, Any] = {"dtype": dtype, "op": op, "world_size": world_size, "arch": arch}
     match shape.algorithm:
         case Algorithm.ll:
             return ReduceScatterLL(**reduction, **_cells(shape, world_size, early))
         case Algorithm.words:
-            return ReduceScatterWords(**reduction, **_words(shape, world_size, early))
+            return ReduceScatterWords(**reduction, **_words(shape, world_size, early, granule))
         case Algorithm.pull:
             return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll)
     return ReduceScatterStaged(**reduction, **_chunks(shape))
 
 
-def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False) -> Kernel:
+def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False, granule: int = 1) -> Kernel:
     """See ``select_gpu.choose_all_gather``; ``same``: all takers get the same."""
     threads, unroll = shape.threads, shape.unroll
     match shape.algorithm:
         case Algorithm.ll:
             return AllGatherLL(world_size=world_size, same=same, **_cells(shape, world_size, early))
+        case Algorithm.words:
+            return AllGatherWords(world_size=world_size, same=same, **_words(shape, world_size, early, granule))
         case Algorithm.push:
             return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll)
         case Algorithm.pull:
@@ -74,9 +82,11 @@ def _cells(shape: Launch, world_size: int, early: bool) -> dict[str, Any]:
     return {"threads": shape.threads, "cells": shape.unroll, "early": early}
 
 
-def _words(shape: Launch, world_size: int, early: bool) -> dict[str, Any]:
+def _words(shape: Launch, world_size: int, early: bool, granule: int) -> dict[str, Any]:
     early = early and may_start_early(shape, world_size)
-    return {"threads": shape.threads, "vectors": shape.unroll, "slots": shape.slots, "early": early}
+    return {
+        "threads": shape.threads, "vectors": shape.unroll, "slots": shape.slots, "early": early, "granule": granule,
+    }  # fmt: skip
 
 
 def _chunks(shape: Launch) -> dict[str, Any]:

@@ -66,21 +66,28 @@ def load_128(address: Any) -> tuple[Any, Any]:
     return tuple(inline_ptx(code, write_only_types=[Uint64, Uint64], read_only_args=[address]))
 
 
-def store_128(address: Any, low: Any, high: Any) -> None:
-    """The opposite of ``load_128``."""
-    code = "{\n.reg .b128 both;\nmov.b128 both, {{$r1}, {$r2}};\nst.relaxed.sys.global.b128 [{$r0}], both;\n}"
-    inline_ptx(code, read_only_args=[address, Uint64(low), Uint64(high)])
+def store_128(address: Any, low: Any, high: Any, *, when: Any = True) -> None:
+    """The opposite of ``load_128``; nothing where ``when`` is false."""
+    code = (
+        "{\n.reg .b128 both;\n.reg .pred live;\nsetp.ne.s32 live, {$r3}, 0;\nmov.b128 both, {{$r1}, {$r2}};\n"
+        "@live st.relaxed.sys.global.b128 [{$r0}], both;\n}"
+    )
+    inline_ptx(code, read_only_args=[address, Uint64(low), Uint64(high), Int32(when)])
 
 
-def load_narrow(address: Any, num_bytes: int, *, when: Any = None) -> Any:
+def load_narrow(
+    address: Any, num_bytes: int, *, semantics: str = "weak", scope: str = "sys", when: Any = None
+) -> Any:
     """One or two bytes, zero-extended."""
-    code = f"ld.global.u{8 * num_bytes} {{$w0}}, [{{$r0}}];"
+    code = f"ld{_qualifier(semantics, scope)}.global.u{8 * num_bytes} {{$w0}}, [{{$r0}}];"
     return inline_ptx(code, write_only_types=[Uint32], read_only_args=[address], predicate=when)
 
 
-def store_narrow(address: Any, value: Any, num_bytes: int, *, when: Any = None) -> None:
+def store_narrow(
+    address: Any, value: Any, num_bytes: int, *, semantics: str = "weak", scope: str = "sys", when: Any = None
+) -> None:
     """The low one or two bytes of a word."""
-    code = f"st.global.u{8 * num_bytes} [{{$r0}}], {{$r1}};"
+    code = f"st{_qualifier(semantics, scope)}.global.u{8 * num_bytes} [{{$r0}}], {{$r1}};"
     inline_ptx(code, read_only_args=[address, value], predicate=when)
 
 

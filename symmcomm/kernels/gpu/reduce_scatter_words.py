@@ -1,4 +1,4 @@
-"""Reduce-scatter or all-reduce of floats, of any tensors: part p goes to rank p as words that announce themselves (see
+"""Reduce-scatter or all-reduce of any tensors: part p goes to rank p as vectors that announce themselves (see
 ``unflagged``), which it reduces with its own, in rank order.
 
 Beside LL cells a quarter less goes over the link; beside the staged kernel nothing is signalled, so nobody waits until
@@ -10,101 +10,69 @@ all of them, as it sends AHEAD turns before, when it writes there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64
 
 from symmcomm.kernels.gpu import unflagged
-from symmcomm.kernels.gpu.access import VECTOR_BYTES, load_vectors, store_vectors
-from symmcomm.kernels.gpu.cells import remind
-from symmcomm.kernels.gpu.context import begin, block, end, thread
 from symmcomm.kernels.gpu.elements import Reduction
-from symmcomm.kernels.gpu.registers import keep, kept_in, registers
 from symmcomm.kernels.gpu.signatures import ReducingTensors
+from symmcomm.kernels.gpu.unflagged_parts import PartsInTurns
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordsOfParts(unflagged.Job):
-    """The job. A turn of all CTAs is a piece of each part."""
+class SumsOfParts(PartsInTurns):
+    """The job."""
 
     reduction: Reduction
     source: Any
     result: Any
-    count: Any
-
-    @property
-    def per_vector(self) -> int:
-        """Elements."""
-        return VECTOR_BYTES // self.dtype.itemsize
-
-    @property
-    def num_turns(self) -> Any:
-        """Of this CTA, at least one."""
-        size, num_vectors = self.threads * self.vectors, Int32((self.count + (self.per_vector - 1)) // self.per_vector)
-        pieces = (num_vectors + (size - 1)) // size
-        return (pieces - block() + (cute.arch.grid_dim()[0] - 1)) // cute.arch.grid_dim()[0]
-
-    def indices(self, turn: Any) -> list[Any]:
-        """The thread's vectors of a part."""
-        first = (Int64(turn) * cute.arch.grid_dim()[0] + block()) * (self.threads * self.vectors)
-        return [first + (k * self.threads + thread()) for k in range(self.vectors)]
-
-    def live(self, turn: Any) -> list[Any]:
-        """See ``unflagged.Job``."""
-        return [index * self.per_vector < self.count for index in self.indices(turn)]
 
     def load(self, hop: int, turn: Any) -> list[list[Any]]:
         """See ``unflagged.Job``."""
-        size = self.dtype.itemsize
-        part = self.source if self.same else self.source + Int64(self.ctx.neighbour(hop)) * (self.count * size)
-        return load_vectors(size, part, self.count, self.indices(turn))
+        part = self.source if self.same else self.source + Int64(self.ctx.neighbour(hop)) * self.num_bytes
+        return self.load_part(part, turn, Boolean(True))
 
     @cute.jit
     def take(self, turn: Int32, going: Boolean) -> Any:
         """Reduces."""
         own, (epoch, places) = self.load(0, turn), self.slot(turn)
         if going:
-            got, going = unflagged.receive(self.ctx, epoch, places, self.live(turn))
+            got, going = unflagged.receive(self, epoch, places, self.live(turn))
             if going:
                 came = [unflagged.vectors_of(self.ctx, got, k, self.vectors) for k in range(self.vectors)]
                 sums = [self.reduction.reduce(self.ctx.in_rank_order(own[k], came[k])) for k in range(self.vectors)]
-                store_vectors(self.dtype.itemsize, self.result, self.count, self.indices(turn), sums)
+                self.store_part(self.result, turn, sums, Boolean(True))
         return going
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterWords(ReducingTensors):
-    """The kernel, for floats of at most four bytes. ``source``: ``world_size`` parts of ``count`` elements, or if all
-    parts are the ``same`` that one, which makes it an all-reduce; ``result``: ``count`` elements.
+    """The kernel. ``source``: ``world_size`` parts of ``count`` elements, or if all parts are the ``same`` that one,
+    which makes it an all-reduce; ``result``: ``count`` elements.
 
     Attributes: ``vectors`` of 16 bytes a thread and turn; a CTA's must fit ``words_slot_bytes``. No CTA may be without
-    any. ``slots``: 0 if there is one turn, 1 if all turns fit one slot, 2 if they may need several. At most
-    NUM_WORDS_CHANNELS CTAs, of as many threads as there are ranks or more."""
+    any. ``slots`` as of ``unflagged.carry_out``, ``granule`` as of ``PartsInTurns``. At most NUM_WORDS_CHANNELS CTAs,
+    of as many threads as there are ranks or more."""
 
     vectors: int
+    granule: int
     slots: int = 0
     same: bool = False
+
+    @property
+    def min_ctas(self) -> int:
+        """Turns need registers, and never start early."""
+        return min(self.slots, 1)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:
         ctx = self.enter(base, stride, rank)
-        job = WordsOfParts(
-            ctx=ctx, epoch=None, dtype=self.dtype, threads=self.threads, vectors=self.vectors, same=self.same,
-            reduction=self.reduction, source=source, result=result, count=count,
+        job = SumsOfParts(
+            ctx=ctx, epoch=None, threads=self.threads, vectors=self.vectors, same=self.same,
+            num_bytes=count * self.dtype.itemsize, granule=self.granule,
+            reduction=self.reduction, source=source, result=result,
         )  # fmt: skip
-        fetched = registers(4 * job.num_fetched, Uint32)
-        keep(fetched, job.fetch(Int32(0)))  # in flight together with the loads of begin()
-        in_order, epoch = begin(ctx, block())
-        if in_order:
-            remind(ctx, epoch)
-            epoch += 1
-            moving = replace(job, epoch=epoch)
-            if cutlass.const_expr(self.slots == 0):
-                moving.send(kept_in(fetched, job.num_fetched, 4), Int32(0), True)
-                moving.take(Int32(0), True)
-            else:
-                epoch = unflagged.run(ctx, epoch, job.num_turns, fetched, moving, True, self.slots > 1)
-            end(ctx, block(), epoch)
+        unflagged.carry_out(job, self.slots)

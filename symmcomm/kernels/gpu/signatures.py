@@ -29,6 +29,11 @@ class Placed:
 
     kernel: ClassVar[Any]
 
+    @property
+    def min_ctas(self) -> int:
+        """On an SM, to which the compiler fits a thread's registers; 0: as it likes."""
+        return 0
+
     def enter(self, base: Any, stride: Any, rank: Any) -> Context:
         """What ``kernel`` begins with."""
         after_previous_kernel(self.early)
@@ -36,7 +41,10 @@ class Placed:
 
     def launch(self, kernel: Any, grid: Any, stream: Any) -> None:
         """What the host's side ends with."""
-        kernel.launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=self.early)
+        kernel.launch(
+            grid=(grid, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=self.min_ctas, stream=stream,
+            use_pdl=self.early,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

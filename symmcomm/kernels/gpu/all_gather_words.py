@@ -1,0 +1,89 @@
+"""The calls in the table of ``all_gather``, between any tensors: parts go as vectors that announce themselves (see
+``unflagged``), which their takers store where they belong.
+
+In place is fine, for an all-to-all too: in each turn a thread has the same place in all parts, and has loaded it from
+all of them, as it sends AHEAD turns before, when it writes there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from symmcomm.kernels.gpu import unflagged
+from symmcomm.kernels.gpu.signatures import MovingParts
+from symmcomm.kernels.gpu.unflagged_parts import PartsInTurns
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedParts(PartsInTurns):
+    """The job."""
+
+    source: Any
+    source_pitch: Any
+    target: Any
+    target_pitch: Any
+
+    def leaves(self, peer: Any) -> Any:
+        """Address of what goes to the peer."""
+        return self.source if self.same else self.source + Int64(peer) * self.source_pitch
+
+    def arrives(self, peer: Any) -> Any:
+        """Address of what comes from the peer."""
+        return self.target + Int64(peer) * self.target_pitch
+
+    def load(self, hop: int, turn: Any) -> list[list[Any]]:
+        """See ``unflagged.Job``."""
+        return self.load_part(self.leaves(self.ctx.neighbour(hop)), turn, self.sent_by(self.ctx.rank))
+
+    @cute.jit
+    def take(self, turn: Int32, going: Boolean) -> Any:
+        """Stores what has come, and what stays, unless it is in its place."""
+        ctx, (epoch, places) = self.ctx, self.slot(turn)
+        stays, place = self.leaves(ctx.rank), self.arrives(ctx.rank)
+        moves = self.sent_by(ctx.rank) & (stays != place)
+        own = self.load_part(stays, turn, moves)
+        if going:
+            got, going = unflagged.receive(self, epoch, places, self.live(turn))
+            if going:
+                self.store_part(place, turn, own, moves)
+                for index, peer in enumerate(ctx.senders):
+                    came = [unflagged.vectors_of(ctx, got, k, self.vectors)[index] for k in range(self.vectors)]
+                    self.store_part(self.arrives(peer), turn, came, self.sent_by(peer) & (peer != ctx.rank))
+        return going
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGatherWords(MovingParts):
+    """The kernel.
+
+    Attributes: ``same`` whether all takers get the same (the source pitch is 0). ``vectors`` of 16 bytes a thread and
+    turn; a CTA's must fit ``words_slot_bytes``. No CTA may be without any. ``slots`` as of ``unflagged.carry_out``,
+    ``granule`` as of ``PartsInTurns``. At most NUM_WORDS_CHANNELS CTAs, of as many threads as there are ranks or more.
+    """
+
+    vectors: int
+    granule: int
+    same: bool
+    slots: int = 0
+
+    @property
+    def min_ctas(self) -> int:
+        """Turns need registers, and never start early."""
+        return min(self.slots, 1)
+
+    @cute.kernel
+    def kernel(
+        self, base: Int64, stride: Int64, rank: Int32, source: Int64, source_pitch: Int64, target: Int64,
+        target_pitch: Int64, num_bytes: Int64, sender: Int32,
+    ) -> None:  # fmt: skip
+        ctx = self.enter(base, stride, rank)
+        job = MovedParts(
+            ctx=ctx, epoch=None, threads=self.threads, vectors=self.vectors, same=self.same, sender=sender,
+            num_bytes=num_bytes, granule=self.granule,
+            source=source, source_pitch=source_pitch, target=target, target_pitch=target_pitch,
+        )  # fmt: skip
+        unflagged.carry_out(job, self.slots)

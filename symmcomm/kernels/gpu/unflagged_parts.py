@@ -1,0 +1,58 @@
+"""Parts of equal size, anywhere in memory, as a job of ``unflagged``: a turn of all CTAs is a piece of each part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from symmcomm.kernels.gpu import unflagged
+from symmcomm.kernels.gpu.access import VECTOR_BYTES, Access
+from symmcomm.kernels.gpu.context import block, thread
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsInTurns(unflagged.Job):
+    """The job, but for what becomes of the parts.
+
+    Attributes: ``num_bytes`` of a part. ``granule``: 16, 4, 2 or 1, of which the parts' addresses and ``num_bytes`` are
+    multiples.
+    """
+
+    num_bytes: Any
+    granule: int
+
+    @property
+    def access(self) -> Access:
+        """To a part."""
+        per_vector = VECTOR_BYTES // self.granule
+        return Access(
+            itemsize=self.granule, per_vector=per_vector, aligned=per_vector == 1, hidden=self.num_bytes // self.granule
+        )
+
+    @property
+    def num_turns(self) -> Any:
+        """See ``unflagged.Job``."""
+        size, num_vectors = self.threads * self.vectors, Int32((self.num_bytes + (VECTOR_BYTES - 1)) // VECTOR_BYTES)
+        pieces = (num_vectors + (size - 1)) // size
+        return (pieces - block() + (cute.arch.grid_dim()[0] - 1)) // cute.arch.grid_dim()[0]
+
+    def indices(self, turn: Any) -> list[Any]:
+        """The thread's vectors of a part."""
+        first = (Int64(turn) * cute.arch.grid_dim()[0] + block()) * (self.threads * self.vectors)
+        return [first + (k * self.threads + thread()) for k in range(self.vectors)]
+
+    def live(self, turn: Any) -> list[Any]:
+        """See ``unflagged.Job``."""
+        return [index * VECTOR_BYTES < self.num_bytes for index in self.indices(turn)]
+
+    def load_part(self, part: Any, turn: Any, when: Any) -> list[list[Any]]:
+        """The thread's vectors of the part at that address; zeros where ``when`` is false, and beyond its end."""
+        return [self.access.load(part, index, when) for index in self.indices(turn)]
+
+    def store_part(self, part: Any, turn: Any, vectors: list[list[Any]], when: Any) -> None:
+        """The opposite."""
+        for index, vector in zip(self.indices(turn), vectors, strict=True):
+            self.access.store(part, index, vector, when)

@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export SYMMCOMM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 unset PYTHONDONTWRITEBYTECODE # Numba's cache lies beside the sources
+export SYMMCOMM_PRELOAD=gpu   # see symmcomm/testing/preload.py
 export OMP_NUM_THREADS=1      # for each of the many processes that share the cores: what tests compare with is computed by torch there
 tests=(python -m pytest --durations 12 -v) marked="gpu and not multicast and not nvshmem"
 if (($#)); then

@@ -240,8 +240,8 @@ class GpuCollectives(GpuMemory):
         if self.world_size == 1:
             return self._keep(output, input)
         whole = part * self.world_size
-        if target == source and self.is_symmetric(target, whole):
-            input = input.clone()  # peers may write to the output while it is read
+        if target == source and part >= self.thresholds.push_bytes and self.is_symmetric(target, whole):
+            input = input.clone()  # peers push into the output while it is read
             source = input.data_ptr()
         self._spread(part, (source, whole, part), (target, whole, part))
 

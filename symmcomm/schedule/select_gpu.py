@@ -56,7 +56,7 @@ class Thresholds:
     ll_bytes: int = 7 << 18
     pull_bytes: int = 8 << 20
     all_reduce_push_bytes: int = 16 << 20
-    push_bytes: int = 1 << 20
+    push_bytes: int = 64 << 20
     copy_engine_bytes: int = 128 << 20
 
 
@@ -215,10 +215,10 @@ def choose(
     shape: Launch | None = None
     if symmetric and num_bytes >= at.all_reduce_push_bytes:
         shape = staged_shape(part, world_size, num_sms, dtype, Algorithm.push)
-    if shape is None and sent - sent * 8 // (3 * world_size) <= _WAIT_BYTES:
-        shape = _words(num_bytes, world_size, num_sms, at)
-    if shape is None and sent * world_size <= 2 * at.all_reduce_ll_bytes:
-        shape = ll_shape(num_bytes, world_size, num_sms, itemsize=dtype.itemsize)
+    if shape is None:
+        pays = sent - sent * 8 // (3 * world_size) <= _WAIT_BYTES
+        is_small = sent * world_size <= 2 * at.all_reduce_ll_bytes
+        shape = _one_way(num_bytes, world_size, num_sms, is_small, at.words_bytes if pays else 0, dtype.itemsize)
     if shape is None and sent <= at.one_shot_bytes:
         shape = staged_shape(num_bytes, world_size, num_sms, dtype, Algorithm.one_shot)
     if shape is None and not symmetric:
@@ -233,9 +233,8 @@ def choose_reduce_scatter(
 ) -> Launch:  # fmt: skip
     """The reduce-scatter of parts of that size. ``source_symmetric`` (pull) asks that no output but the own part is in
     an input."""
-    shape = _words(part_bytes, world_size, num_sms, at)
-    if shape is None and _is_small(part_bytes, world_size, at):
-        shape = ll_shape(part_bytes, world_size, num_sms, itemsize=dtype.itemsize)
+    is_small = _is_small(part_bytes, world_size, at)
+    shape = _one_way(part_bytes, world_size, num_sms, is_small, at.words_bytes, dtype.itemsize)
     if shape is not None:
         return shape
     if source_symmetric and part_bytes >= at.pull_bytes:
@@ -257,18 +256,21 @@ def choose_all_gather(
         if copy_engine and part_bytes >= at.copy_engine_bytes:
             return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=32, unroll=1)
         return direct_shape(part_bytes, num_sms, Algorithm.push)
-    shape = _words(part_bytes, world_size, num_sms, at)
-    if shape is None and _is_small(part_bytes, world_size, at):
-        shape = ll_shape(part_bytes, world_size, num_sms)
+    shape = _one_way(part_bytes, world_size, num_sms, _is_small(part_bytes, world_size, at), at.words_bytes)
     if shape is None and source_symmetric and part_bytes >= at.push_bytes:
         shape = direct_shape(part_bytes, num_sms, Algorithm.pull)
     return shape or staged_shape(part_bytes, world_size, num_sms)
 
 
-def _words(part_bytes: int, world_size: int, num_sms: int, at: Thresholds) -> Launch | None:
-    """LL without flags, if it pays."""
-    pays = _WORDS_FROM <= part_bytes <= at.words_bytes
-    return words_shape(part_bytes, world_size, num_sms) if pays else None
+def _one_way(
+    part_bytes: int, world_size: int, num_sms: int, is_small: bool, words_bytes: int, itemsize: int = 1
+) -> Launch | None:
+    """LL for parts that are small, and without flags for the others up to ``words_bytes``; None where neither fits."""
+    flagged = ll_shape(part_bytes, world_size, num_sms, itemsize=itemsize) if is_small else None
+    if flagged is not None and part_bytes < _WORDS_FROM:
+        return flagged
+    unflagged = words_shape(part_bytes, world_size, num_sms) if part_bytes <= words_bytes else None
+    return unflagged or flagged
 
 
 def _is_small(part_bytes: int, world_size: int, at: Thresholds) -> bool:

@@ -1,6 +1,8 @@
 """Imported once by the fork server, so that each rank of :func:`symmcomm.testing.spawn.run_ranks` starts warm.
 
-What cannot be imported is skipped: a rank that needs it shows the error, a traceback included.
+``SYMMCOMM_PRELOAD=gpu``, for ranks that compute on GPUs, loads the compiler of their kernels; otherwise all reductions
+of the CPU are loaded, which takes half a minute. What cannot be imported is skipped: a rank that needs it shows the
+error, a traceback included.
 """
 
 from __future__ import annotations
@@ -8,20 +10,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from pathlib import Path
 
-_NO_CUDA = "PYTORCH_NVML_BASED_CUDA_CHECK"  # makes torch ask NVML whether there are GPUs: CUDA would not outlive a fork
+_FOR_GPUS = os.environ.get("SYMMCOMM_PRELOAD") == "gpu"
+_ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # if there are GPUs, as the compiler's import does: CUDA outlives no fork
 
 _modules = ["numpy", "torch", "torch.distributed", "numba", "pytest", "symmcomm.communicator"]
-if Path("/dev/nvidiactl").exists():  # the compiler, whose import asks that
+if _FOR_GPUS:
     _modules += ["symmcomm.collectives.gpu", "symmcomm.kernels.gpu.instances", "symmcomm.kernels.gpu.norm_instances"]
-_before = os.environ.get(_NO_CUDA)
-os.environ[_NO_CUDA] = "1"
+_before = os.environ.get(_ASK_NVML)
+os.environ[_ASK_NVML] = "1"
 for _name in _modules:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
 if _before is None:
-    del os.environ[_NO_CUDA]
+    del os.environ[_ASK_NVML]
 
 
 def _load_kernels() -> None:
@@ -33,7 +35,7 @@ def _load_kernels() -> None:
     from symmcomm.schedule.dtypes import DType, Op, partial_dtype, supports
 
     compile_once(cpu.load)
-    for dtype in DType:
+    for dtype in DType if not _FOR_GPUS else ():
         for op in Op:
             if supports(dtype, op):
                 reduction(dtype, op)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from symmcomm.schedule.dtypes import DType
@@ -122,10 +124,10 @@ def test_thresholds_move_the_choice() -> None:
         pull_bytes=1 << 17,
     )  # fmt: skip
     for num_bytes, expected in ((4096, Algorithm.ll), (4097, Algorithm.two_shot)):
-        assert choose(num_bytes, DType.int32, 2, 132, True, at).algorithm is expected
+        assert choose(num_bytes, DType.int32, 2, 132, True, replace(at, words_bytes=0)).algorithm is expected
     for num_bytes, expected in ((1 << 16, Algorithm.words), (1 << 17, Algorithm.two_shot)):
         assert choose(num_bytes, DType.float32, 2, 132, True, at).algorithm is expected
-    for part, expected in ((2048, Algorithm.ll), (2049, Algorithm.staged), (1 << 16, Algorithm.push)):
+    for part, expected in ((2048, Algorithm.ll), (2049, Algorithm.words), (1 << 16, Algorithm.push)):
         assert choose_all_gather(part, 2, 132, False, True, at).algorithm is expected
     for part, expected in ((1 << 16, Algorithm.words), (1 << 17, Algorithm.staged)):
         assert choose_all_gather(part, 2, 132, False, False, at).algorithm is expected

@@ -1,9 +1,9 @@
 """An input of its own for every taker: all-to-all with even or uneven parts, and scatter (one sends).
 
-Even parts that are small, or of symmetric tensors, go as in ``all_gather``, whose kernels take the distance between the
-parts for the takers. Here are the kernels for large parts of ordinary tensors; they serve all-gather and broadcast too.
+Even parts go as in ``all_gather``, whose kernels take the distance between the parts for the takers.
 
-**Staged**: every rank pushes chunks of its parts into the peers' staging memory, which they copy out (see ``staged``).
+**Staged**, for even parts in worlds that are too large for ``all_gather_words``; it serves all-gather and broadcast
+too: every rank pushes chunks of its parts into the peers' staging memory, which they copy out (see ``staged``).
 In place is fine if the parts are even: a CTA pushes a chunk of all parts before it writes there.
 
 **Uneven**: the same, with a table of the parts in the rank's memory that only the rank itself reads; so it may be

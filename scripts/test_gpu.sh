@@ -64,7 +64,7 @@ if python -c 'import xdist' 2>/dev/null; then
     workers=$(between 1 12 $((cores * 3 / 4 / ${#devices[@]}))) # they compile most of the time
     for device in "${devices[@]}"; do one_process+=(--tx "$workers*popen//env:CUDA_VISIBLE_DEVICES=$device"); done
     one_process+=(--dist worksteal)
-    processes=(-n "$(between 1 6 $((cores / 5)))" --dist load --maxschedchunk 1) # each test has 2 to 8
+    processes=(-n "$(between 1 8 $((cores / 4)))" --dist load --maxschedchunk 1) # each test has 2 to 8
 fi
 
 mapfile -t others < <(printf '%s\n' tests/gpu/test_*.py | grep -v /test_local_)

@@ -96,7 +96,7 @@ CONTESTS = (
     Contest(field="pull_bytes", small_first=False, sizes=_powers(19, 26), prepare=_reduce_scatter),
     Contest(field="words_bytes", small_first=True, sizes=_powers(17, 26), prepare=_reduce_scatter, words=True),
     Contest(
-        field="push_bytes", small_first=False, sizes=_powers(18, 26), prepare=partial(_all_gather, pushes=True),
+        field="gather_push_bytes", small_first=False, sizes=_powers(18, 26), prepare=partial(_all_gather, pushes=True),
         words=True,
     ),
 )

@@ -139,6 +139,9 @@ class GpuCollectives(GpuMemory):
         run, grid, own, num_bytes = self.run, shape.grid, self.heap.own_address, count * dtype.itemsize
         if shape.algorithm is Algorithm.two_shot:  # takes an offset
             return lambda address: run(forms[0], 0, address - own, count, grid)
+        if keeps and shape.algorithm is not Algorithm.words:  # the smallest calls: their time is the host's
+            function = forms[0]
+            return lambda address: run(function, address, address, count, grid)
         if keeps:
             return lambda address: run(forms[(address | num_bytes) & 15], address, address, count, grid)
         if num_bytes <= self.scratch_bytes:
@@ -165,7 +168,7 @@ class GpuCollectives(GpuMemory):
         ring_mode: RingMode | Plan | None = None, num_blocks: int = 0,
     ) -> None:  # fmt: skip
         """Leaves part ``rank`` of the reduction of all inputs in ``output``, which may be that part of ``input``.
-        Data go through memory of the heap."""
+        """
         target, source = self._pair(output, input, 1, self.world_size)
         num_bytes = output.nbytes
         check_place(self, source, target, num_bytes, "input", "output")
@@ -240,7 +243,7 @@ class GpuCollectives(GpuMemory):
         if self.world_size == 1:
             return self._keep(output, input)
         whole = part * self.world_size
-        if target == source and part >= self.thresholds.push_bytes and self.is_symmetric(target, whole):
+        if target == source and part >= self.thresholds.gather_push_bytes and self.is_symmetric(target, whole):
             input = input.clone()  # peers push into the output while it is read
             source = input.data_ptr()
         self._spread(part, (source, whole, part), (target, whole, part))

@@ -29,7 +29,10 @@ NUM_WORDS_CHANNELS = 128
 """CTAs that a kernel of vectors that announce themselves can have."""
 CHANNEL_WORDS_BYTES = 512 << 10
 """Memory of a channel for such vectors: ``[parity of the epoch][sender][16-byte vectors]``."""
-WORDS_VECTOR_BYTES = 16
+VECTOR_BYTES = 16
+"""What a thread loads or stores at once."""
+MOST_VECTORS = 32
+"""That a thread may await at once there, of all ranks: it has a bit of a word for each."""
 SPLIT_BYTES = 32
 """Three i64 that go with the first chunk of an uneven all-to-all; see ``kernels.gpu.all_to_all``."""
 
@@ -155,7 +158,7 @@ class Layout:
             words=words,
             words_slot_bytes=CHANNEL_WORDS_BYTES // (2 * world_size) // _LINE_BYTES * _LINE_BYTES,
             escapes=escapes,
-            data=escapes + NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES // WORDS_VECTOR_BYTES,
+            data=escapes + NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES // VECTOR_BYTES,
         )
 
 

@@ -11,9 +11,11 @@ from enum import Enum
 from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.layout_gpu import (
     LL_CELL_BYTES,
+    MOST_VECTORS,
     NUM_CHANNELS,
     NUM_STAGED_CHANNELS,
     NUM_WORDS_CHANNELS,
+    VECTOR_BYTES,
     Layout,
     ll_words,
 )
@@ -26,7 +28,7 @@ _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
 _WORDS_THREADS = (128, 256, 512)
 _MANY_RANKS = 4  # more than which a thread has one vector a turn, and more registers
 _MANY_THREADS = 384
-_EARLY_THREADS = 2048  # a CTA, times ranks
+_EARLY_THREADS = 2304  # a CTA, times one more than there are ranks
 _WAIT_BYTES = 512 << 10  # that pass a link while a rank waits once more: so many more than two shots may one shot send
 _WORDS_FROM = 48 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (8 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
@@ -39,14 +41,14 @@ class Thresholds:
     cross; ``symmcomm tune`` measures them elsewhere.
 
     Attributes:
-        words_bytes: of a part, up to which LL without flags pays; no bound was found. The next four are for what goes
-            without it: what is small, and some sizes between three ranks and more.
+        words_bytes: of a part, up to which LL without flags pays, by what a reduce-scatter takes; no bound was found.
+            The next four are for what goes without it: what is small, and some sizes between three ranks and more.
         all_reduce_ll_bytes: of the tensor, up to which LL pays in an all-reduce between two ranks.
         one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not.
         ll_bytes: of a part, up to which LL pays in the other calls between two ranks.
         pull_bytes: of a part, from which on pulling from symmetric sources beats staging, in a reduce-scatter.
         all_reduce_push_bytes: of a symmetric tensor, from which on pushing beats all else in an all-reduce.
-        push_bytes: of a part, from which on pushing into symmetric targets does in the others.
+        gather_push_bytes: of a part, from which on pushing into symmetric targets does in the calls that move data.
         copy_engine_bytes: of a part, from which on the copy engines beat kernels.
     """
 
@@ -56,7 +58,7 @@ class Thresholds:
     ll_bytes: int = 7 << 18
     pull_bytes: int = 8 << 20
     all_reduce_push_bytes: int = 16 << 20
-    push_bytes: int = 64 << 20
+    gather_push_bytes: int = 64 << 20
     copy_engine_bytes: int = 128 << 20
 
 
@@ -125,14 +127,14 @@ def words_shape(part_bytes: int, world_size: int, num_sms: int) -> Launch | None
     """LL without flags, for parts of that size: one turn of as few threads as do, else several, of as many vectors a
     thread as registers hold of all ranks, at least two of which fit a slot: no turn waits for a signal just sent (see
     ``kernels.gpu.unflagged``). None where a slot has no room for as many threads as there are ranks, each of which
-    signals one."""
-    room = Layout.create(world_size).words_slot_bytes // 16
-    num_vectors, most = max(1, -(-part_bytes // 16)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
-    fitting = [threads for threads in _WORDS_THREADS if threads <= room and threads * most >= num_vectors]
+    signals one, or a thread none for a vector of each."""
+    room = Layout.create(world_size).words_slot_bytes // VECTOR_BYTES
+    num_vectors, most = max(1, -(-part_bytes // VECTOR_BYTES)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
     unroll, largest = (2, _WORDS_THREADS[-1]) if world_size <= _MANY_RANKS else (1, _MANY_THREADS)
+    fitting = [each for each in _WORDS_THREADS if each <= min(room, largest) and each * most >= num_vectors]
     unroll = 1 if fitting else unroll
     threads = fitting[0] if fitting else min(largest, room // (64 * unroll) * 32)
-    if threads < world_size:
+    if threads < world_size or world_size * unroll > MOST_VECTORS:
         return None
     pieces = -(-num_vectors // (threads * unroll))
     grid = min(most, pieces)
@@ -140,12 +142,13 @@ def words_shape(part_bytes: int, world_size: int, num_sms: int) -> Launch | None
     return Launch(algorithm=Algorithm.words, grid=grid, threads=threads, unroll=unroll, slots=slots)
 
 
-def may_start_early(shape: Launch, world_size: int) -> bool:
+def may_start_early(shape: Launch, world_size: int, granule: int = 16) -> bool:
     """Whether a kernel may take its place while the last one still runs (``kernels.gpu.context``): if it is so small
-    that the kernels of two communicators, and those that wait behind them, fit on an SM together. Its threads have
-    registers for what comes from each rank: of 16-bit floats 40 with four ranks, 70 with eight."""
-    is_small = shape.algorithm in (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot)
-    return is_small and shape.threads * max(4, world_size) <= _EARLY_THREADS and shape.unroll == 1 and shape.slots == 0
+    that a CTA of it, one that waits behind it, and one of another communicator fit on an SM together. Its threads have
+    registers for what comes from each rank, and of words for the parts of vectors that are not aligned."""
+    is_small = shape.algorithm in (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot) and shape.unroll == 1
+    has_room = shape.threads * (world_size + 1) <= _EARLY_THREADS
+    return is_small and has_room and shape.slots == 0 and granule == 16
 
 
 def two_shot_shape(num_bytes: int, dtype: DType, world_size: int, num_sms: int) -> Launch:
@@ -208,8 +211,8 @@ def choose(
     """The all-reduce for tensors of ``num_bytes`` on a device with ``num_sms`` SMs for this rank. Unless ``symmetric``,
     one that takes any tensors.
 
-    LL sends world_size - 1 times the data, and a third of it as flags, but waits once, and so does one-shot, without
-    flags; two-shot kernels send 2 - 2 / world_size times the data (LL with flags) and wait twice.
+    LL sends world_size - 1 times the data, and a third of it as flags, but waits once, and so do words and one-shot,
+    without flags; two-shot kernels send 2 - 2 / world_size times the data (LL with flags) and wait twice.
     """
     sent, part = num_bytes * (world_size - 1), slice_bytes(num_bytes, world_size)
     shape: Launch | None = None
@@ -252,12 +255,12 @@ def choose_all_gather(
     ``source_symmetric`` (pull) that nothing is written where peers read; ``copy_engine`` that the caller has a
     ``kernels.gpu.copy_engine``, which is no kernel.
     """
-    if target_symmetric and part_bytes >= at.push_bytes:
+    if target_symmetric and part_bytes >= at.gather_push_bytes:
         if copy_engine and part_bytes >= at.copy_engine_bytes:
             return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=32, unroll=1)
         return direct_shape(part_bytes, num_sms, Algorithm.push)
     shape = _one_way(part_bytes, world_size, num_sms, _is_small(part_bytes, world_size, at), at.words_bytes)
-    if shape is None and source_symmetric and part_bytes >= at.push_bytes:
+    if shape is None and source_symmetric and part_bytes >= at.gather_push_bytes:
         shape = direct_shape(part_bytes, num_sms, Algorithm.pull)
     return shape or staged_shape(part_bytes, world_size, num_sms)
 

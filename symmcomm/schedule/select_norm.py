@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import NUM_STAGED_CHANNELS, NUM_WORDS_CHANNELS, Layout
+from symmcomm.schedule.layout_gpu import MOST_VECTORS, NUM_STAGED_CHANNELS, NUM_WORDS_CHANNELS, VECTOR_BYTES, Layout
 
 MAX_HIDDEN = 32768
 MAX_CTAS = 64
@@ -19,7 +19,6 @@ MAX_CTAS = 64
 DTYPES = (DType.float32, DType.float16, DType.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 
-_VECTOR_BYTES = 16
 _CLUSTERS_FROM = 90
 _LL_BYTES = 16 << 20  # of all rows, up to which LL was measured to pay between two ranks
 _TWO_SHOT_FROM = 4  # ranks, from which on two shots send less
@@ -89,7 +88,7 @@ def slice_rows(rows: int, world_size: int, rank: int) -> tuple[int, int]:
 
 def row_vectors(hidden: int, dtype: DType) -> int:
     """Vectors of 16 bytes that hold a row."""
-    return -(-hidden * dtype.itemsize // _VECTOR_BYTES)
+    return -(-hidden * dtype.itemsize // VECTOR_BYTES)
 
 
 def are_aligned(hidden: int, dtype: DType, *bytes_: int) -> bool:
@@ -97,7 +96,7 @@ def are_aligned(hidden: int, dtype: DType, *bytes_: int) -> bool:
     bits = hidden * dtype.itemsize
     for value in bytes_:
         bits |= value
-    return bits % _VECTOR_BYTES == 0
+    return bits % VECTOR_BYTES == 0
 
 
 def norm_shape(rows: int, hidden: int, dtype: DType, num_sms: int) -> RowLaunch:
@@ -125,9 +124,9 @@ def qk_norm_shape(tokens: int, heads: int, head_dim: int, dtype: DType, num_sms:
 def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int) -> RowLaunch | None:
     """The LL kernel for that many rows: as many CTAs a row, and as few vectors a thread, as one wave allows; or a CTA
     for several rows, as far as they fit a slot."""
-    room = Layout.create(world_size).words_slot_bytes // _VECTOR_BYTES
+    room = Layout.create(world_size).words_slot_bytes // VECTOR_BYTES
     vectors, most = row_vectors(hidden, dtype), max(1, min(NUM_WORDS_CHANNELS, num_sms))
-    for unroll in (1, 2, 4):
+    for unroll in [each for each in (1, 2, 4) if world_size * each <= MOST_VECTORS]:
         for cluster in (8, 4, 2, 1) if arch >= _CLUSTERS_FROM else (1,):
             threads = -(-max(vectors, world_size * unroll * cluster) // (32 * unroll * cluster)) * 32
             if cluster > 1 and threads < 128:
@@ -142,7 +141,7 @@ def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int
 def staged_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int) -> RowLaunch | None:
     """The staged kernel for that many rows on each rank; None where a row takes too many pieces, or there are too many
     ranks for a thread's registers. Large chunks once a CTA has several, small ones before."""
-    vectors, slot = row_vectors(hidden, dtype), Layout.create(world_size).staging_slot_bytes // _VECTOR_BYTES
+    vectors, slot = row_vectors(hidden, dtype), Layout.create(world_size).staging_slot_bytes // VECTOR_BYTES
     most = max(1, min(NUM_STAGED_CHANNELS, num_sms))
     unroll = 1 if world_size > 4 else 2 if world_size > 2 or rows * vectors < _MANY_CHUNKS * most * slot else 4
     for pieces in range(1, _MOST_PIECES + 1 if world_size <= _MOST_STAGED else 0):

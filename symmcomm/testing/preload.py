@@ -22,8 +22,9 @@ os.environ[_ASK_NVML] = "1"
 for _name in _modules:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
-if _before is None:
-    del os.environ[_ASK_NVML]
+del os.environ[_ASK_NVML]
+if _before is not None:
+    os.environ[_ASK_NVML] = _before
 
 
 def _load_kernels() -> None:

@@ -35,13 +35,13 @@ def test_both_kernels_are_captured_and_the_thresholds_come_back(monkeypatch: pyt
 
     def prepare(_: Any, size: int) -> Any:
         tensor: torch.Tensor | None = None
-        return lambda: seen.append((size, side.thresholds.push_bytes)), tensor
+        return lambda: seen.append((size, side.thresholds.gather_push_bytes)), tensor
 
-    contest = tune.Contest(field="push_bytes", small_first=False, sizes=(4096, 1 << 30), prepare=prepare)
+    contest = tune.Contest(field="gather_push_bytes", small_first=False, sizes=(4096, 1 << 30), prepare=prepare)
     monkeypatch.setattr(tune, "CONTESTS", (contest,))
     lines: list[str] = []
     found = tune.tune(comm, 2, lines.append)
-    assert found.push_bytes == side.thresholds.push_bytes
+    assert found.gather_push_bytes == side.thresholds.gather_push_bytes
     assert len(lines) == 2
     for size, num_calls in ((4096, 40), (1 << 30, 2)):
         for threshold in (1 << 62, 0):

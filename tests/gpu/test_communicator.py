@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -101,7 +102,7 @@ def moves(num_gpus: int) -> None:
     with communicator(num_gpus) as comm:
         size, rank, ranks = comm.world_size, comm.rank, range(comm.world_size)
         for kind, count, shift in [(k, c, s) for k in MOVED for c, s in ((0, 0), (1, 0), (1001, 1))] + [
-            (torch.uint8, (1 << 20) + 3, 1), (torch.uint8, (2 << 20) + 5, 0),
+            (torch.uint8, (1 << 20) + 3, 1), (torch.uint8, (2 << 20) + 5, 0), (torch.uint8, 1 << 20, rank),
         ]:  # fmt: skip
             what = f"{kind} {count}"
             output = filled(99, size * count, kind, shift)
@@ -124,28 +125,36 @@ def moves(num_gpus: int) -> None:
 
 
 def symmetric_moves(num_gpus: int) -> None:
-    """Large parts of symmetric tensors: pushed and pulled."""
+    """Large parts of symmetric tensors: as words, then pushed and pulled."""
     with communicator(num_gpus) as comm:
-        size, rank, part = comm.world_size, comm.rank, 2 << 20
-        whole, other = (comm.empty(size * part, dtype=torch.uint8, device="cuda") for _ in range(2))
-        mine = comm.empty(part, dtype=torch.uint8, device="cuda")
-        together = torch.cat([host(peer, part, torch.uint8) for peer in range(size)])
-        swapped = torch.cat([host(peer, size * part, torch.uint8).view(size, part)[rank] for peer in range(size)])
-        comm.all_gather_into_tensor(whole.zero_(), put(mine, rank))
-        same(whole, together, "all_gather pushed")
-        ordinary = torch.zeros_like(whole)
-        comm.all_gather_into_tensor(ordinary, mine)
-        same(ordinary, together, "all_gather pulled")
-        put(whole.zero_()[rank * part : (rank + 1) * part], rank)
-        comm.all_gather_into_tensor(whole, whole[rank * part : (rank + 1) * part])
-        same(whole, together, "all_gather pushed in place")
-        comm.all_to_all_single(other, put(whole, rank))
-        same(other, swapped, "all_to_all pushed")
-        comm.all_to_all_single(whole, whole)
-        same(whole, swapped, "all_to_all in place")
-        put(whole, rank)
-        comm.broadcast(whole, size - 1)
-        same(whole, host(size - 1, size * part, torch.uint8), "broadcast pushed")
+        move_symmetric(comm)
+        comm.gpu_side.set_thresholds(replace(comm.gpu_side.thresholds, words_bytes=0, gather_push_bytes=1 << 20))
+        move_symmetric(comm)
+
+
+def move_symmetric(comm: Communicator) -> None:
+    size, rank, part = comm.world_size, comm.rank, 2 << 20
+    whole, other = (comm.empty(size * part, dtype=torch.uint8, device="cuda") for _ in range(2))
+    mine = comm.empty(part, dtype=torch.uint8, device="cuda")
+    together = torch.cat([host(peer, part, torch.uint8) for peer in range(size)])
+    swapped = torch.cat([host(peer, size * part, torch.uint8).view(size, part)[rank] for peer in range(size)])
+    comm.all_gather_into_tensor(whole.zero_(), put(mine, rank))
+    same(whole, together, "all_gather into a symmetric tensor")
+    ordinary = torch.zeros_like(whole)
+    comm.all_gather_into_tensor(ordinary, mine)
+    same(ordinary, together, "all_gather out of one")
+    put(whole.zero_()[rank * part : (rank + 1) * part], rank)
+    comm.all_gather_into_tensor(whole, whole[rank * part : (rank + 1) * part])
+    same(whole, together, "all_gather in place")
+    comm.all_to_all_single(other, put(whole, rank))
+    same(other, swapped, "all_to_all")
+    comm.all_to_all_single(whole, whole)
+    same(whole, swapped, "all_to_all in place")
+    put(whole, rank)
+    comm.broadcast(whole, size - 1)
+    same(whole, host(size - 1, size * part, torch.uint8), "broadcast")
+    for tensor in (whole, other, mine):
+        comm.free(tensor)
 
 
 def uneven(num_gpus: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from symmcomm.schedule import select_gpu
 from symmcomm.schedule.dtypes import DType, Op, supports
 
 pytest.importorskip("cutlass")
@@ -133,7 +134,7 @@ def test_words(dtype: DType, arch: str, tmp_path: Path) -> None:
 @PER_ARCHITECTURE
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_words_in_slots(world_size: int, arch: str, tmp_path: Path) -> None:
-    """Only where there may be several, or one rank sends, something is signalled and awaited."""
+    """A reduce-scatter signals only where there may be several; one rank may be the only one to send, too."""
     for slots in range(3):
         shape = replace(launch(Algorithm.words, 2 if world_size <= 4 else 1), slots=slots)
         number = ARCHITECTURES[arch]
@@ -143,6 +144,42 @@ def test_words_in_slots(world_size: int, arch: str, tmp_path: Path) -> None:
             ptx = ptx_of(instances.all_gather(shape, world_size, same, granule=granule), arch, tmp_path)
             for access in WORDS + SIGNALS:
                 assert access in ptx
+
+
+def early_kernels(world_size: int) -> list[Any]:
+    """Those of the largest early shapes of every algorithm."""
+    dtypes = (DType.bfloat16, DType.float8_e4m3fn, DType.float64)
+    shapes: dict[Any, Any] = {}
+    for exponent in range(10, 24):
+        part = 1 << exponent
+        found: dict[Any, Launch] = {same: select_gpu.choose_all_gather(part, world_size, 132) for same in (True, False)}
+        for dtype in dtypes:
+            found[dtype] = select_gpu.choose_reduce_scatter(part, dtype, world_size, 132)
+            found[dtype, "all"] = select_gpu.choose(part, dtype, world_size, 132)
+        early = {what: shape for what, shape in found.items() if select_gpu.may_start_early(shape, world_size)}
+        shapes.update({(what, shape.algorithm): shape for what, shape in early.items()})
+    kernels = []
+    for (what, _), shape in shapes.items():
+        if isinstance(what, bool):
+            kernels.append(instances.all_gather(shape, world_size, what, True, 16))
+        elif isinstance(what, tuple):
+            kernels.append(instances.all_reduce(shape, what[0], Op.sum, world_size, 90, True, 16))
+        else:
+            kernels.append(instances.reduce_scatter(shape, what, Op.sum, world_size, 90, True, 16))
+    return kernels
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_three_ctas_of_kernels_that_start_early_fit_on_an_sm(world_size: int, tmp_path: Path) -> None:
+    """One that runs, one that waits behind it, and one of another communicator."""
+    kernels = early_kernels(world_size)
+    assert len(kernels) >= 8
+    for kernel in kernels:
+        code = compile_kernel(kernel, "sm_90a", f"--keep-cubin --dump-dir {tmp_path}").__cubin__
+        found = code.index(b"\x04\x2f\x08\x00")  # the attribute of a kernel's registers: its symbol, and their number
+        registers = int.from_bytes(code[found + 8 : found + 12], "little")
+        assert 16 <= registers <= 255
+        assert 3 * kernel.threads * -(-registers // 8) * 8 <= 1 << 16, f"{registers} registers: {kernel}"
 
 
 @PER_ARCHITECTURE

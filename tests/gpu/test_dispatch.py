@@ -197,7 +197,7 @@ def test_all_gather_and_broadcast(gpu: Dry) -> None:
     gpu.broadcast(output, 0)
     gpu.all_gather_into_tensor(torch.ones(16 * MI), output)
     assert gpu.kernels() == ["AllGatherWords"] * 3
-    gpu.set_thresholds(replace(DEFAULT, words_bytes=0, push_bytes=MI))
+    gpu.set_thresholds(replace(DEFAULT, words_bytes=0, gather_push_bytes=MI))
     gpu.all_gather_into_tensor(output, output[: 4 * MI])
     gpu.broadcast(output, 0)
     assert gpu.kernels() == ["AllGatherPush"] * 2
@@ -218,8 +218,8 @@ def test_all_to_all(gpu: Dry) -> None:
     gpu.all_to_all([torch.ones(1), torch.ones(3)], [torch.ones(2), torch.ones(0)])
     assert gpu.kernels() == ["AllGatherLL"] + 7 * ["StoreWords", "AllToAllUneven"]
     same = gpu.symmetric(32 * MI).view(torch.float32)
-    for push_bytes, kernel in ((64 * MI, "AllGatherWords"), (MI, "AllGatherPush")):
-        gpu.set_thresholds(replace(DEFAULT, push_bytes=push_bytes))
+    for gather_push_bytes, kernel in ((64 * MI, "AllGatherWords"), (MI, "AllGatherPush")):
+        gpu.set_thresholds(replace(DEFAULT, gather_push_bytes=gather_push_bytes))
         gpu.all_to_all_single(same, same)
         assert gpu.kernels() == [kernel]
     gpu.set_thresholds(DEFAULT)

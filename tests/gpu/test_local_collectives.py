@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -173,6 +174,40 @@ def test_moves_in_turns(world_size: int, kind: str) -> None:
             run(world, move(world, kind, shape, part, seed=seed, shifts=(shift, shift), in_place=in_place, data=data))
             if late is not None:
                 world.put(late, at.DELAY_NS, 0)
+
+
+@pytest.mark.parametrize("kind", [*MOVES, "sum"])
+def test_ranks_may_have_kernels_for_other_alignments(kind: str) -> None:
+    """What goes between them is the same."""
+    from symmcomm.kernels.gpu import instances
+
+    world, part = world_of(3), 300_000
+    for shape in (replace(SLOTS, grid=30, slots=1), SLOTS):
+        if kind == "sum":
+            call = scatter_sum(world, shape, DType.bfloat16, Op.sum, part // 2)
+            make: Callable[..., object] = partial(instances.reduce_scatter, shape, DType.bfloat16, Op.sum, 3, 90)
+        else:
+            call = move(world, kind, shape, part, seed=1)
+            make = partial(instances.all_gather, shape, 3, kind in ("all_gather", "broadcast"))
+        functions = [compiled(world, make(granule=granule)) for granule in (16, 4, 1)]
+        for rank, arguments in enumerate(call.arguments):
+            world.load(functions[rank], *arguments)
+        for rank, arguments in enumerate(call.arguments):
+            functions[rank](world.base, world.stride, rank, *arguments, world.streams[rank].cuda_stream)
+        torch.cuda.synchronize()
+        assert [world.record(rank) for rank in range(3)] == [None] * 3
+        call.verify()
+
+
+@pytest.mark.parametrize("kind", MOVES)
+def test_epochs_wrap_around(kind: str) -> None:
+    world = LocalWorld(3, 1 << 20, PATIENCE_S)
+    world.set_epochs((1 << 32) - 6)
+    for seed in range(6):
+        for algorithm, part in ((Algorithm.ll, 1000), (Algorithm.words, 1000), (Algorithm.staged, 1000)):
+            run(world, move(world, kind, move_shape(world, algorithm, part), part, seed=seed))
+        run(world, move(world, kind, replace(SLOTS, grid=1), 200_000, seed=seed))
+    assert 0 < world.epoch(0, 0) < 100
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -442,9 +477,11 @@ def test_copy_engine(world_size: int, kind: str) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("kind", [*MOVES, "uneven", "sum"])
+@pytest.mark.parametrize(
+    ("kind", "root"), [*((kind, 2) for kind in (*MOVES, "uneven", "sum")), ("broadcast", 0), ("scatter", 0)]
+)
 @pytest.mark.parametrize("algorithm", MOVE_ALGORITHMS, ids=lambda a: a.name)
-def test_a_missing_peer_is_named(kind: str, algorithm: Algorithm) -> None:
+def test_a_missing_peer_is_named(kind: str, algorithm: Algorithm, root: int) -> None:
     world = LocalWorld(3, 1 << 20, timeout_s=1.0)
     if kind == "uneven":
         call = uneven(world, SMALL_CHUNKS, [[1000] * 3] * 3)
@@ -452,7 +489,7 @@ def test_a_missing_peer_is_named(kind: str, algorithm: Algorithm) -> None:
         algorithm = Algorithm.pull if algorithm is Algorithm.push else algorithm
         call = scatter_sum(world, sum_shape(world, algorithm, DType.bfloat16, 1000), DType.bfloat16, Op.sum, 1000)
     else:
-        call = move(world, kind, move_shape(world, algorithm, 1000), 1000, seed=2)  # the root, if any, is missing
+        call = move(world, kind, move_shape(world, algorithm, 1000), 1000, seed=root)  # the root, if there is one
     world.launch(call.function, call.arguments, ranks=[0, 1])
     for rank in range(2):
         record = world.record(rank)

@@ -16,7 +16,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def test_a_table_keeps_what_it_knows() -> None:
-    mine, theirs = replace(DEFAULT, ll_bytes=7), Thresholds(push_bytes=9)
+    mine, theirs = replace(DEFAULT, ll_bytes=7), Thresholds(gather_push_bytes=9)
     text = updated(updated("", HERE, mine), THERE, theirs)
     assert lookup(text, HERE) == mine
     assert lookup(text, THERE) == theirs
@@ -26,7 +26,7 @@ def test_a_table_keeps_what_it_knows() -> None:
 
 
 def test_thresholds_of_another_version_are_passed_over() -> None:
-    text = updated("", HERE, replace(DEFAULT, ll_bytes=7)).replace('"push_bytes"', '"gone_bytes"')
+    text = updated("", HERE, replace(DEFAULT, ll_bytes=7)).replace('"gather_push_bytes"', '"gone_bytes"')
     assert lookup(text, HERE) == replace(DEFAULT, ll_bytes=7)
 
 

@@ -12,8 +12,7 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
 from symmcomm.kernels.gpu.elements import store_vector
-
-VECTOR_BYTES = 16
+from symmcomm.schedule.layout_gpu import VECTOR_BYTES
 
 
 def load_or_zero(address: Any, num_bytes: int, when: Any, semantics: str = "weak") -> list[Any]:

@@ -15,7 +15,7 @@ from cutlass import Boolean, Int32, Int64
 
 from symmcomm.kernels.gpu import unflagged
 from symmcomm.kernels.gpu.signatures import MovingParts
-from symmcomm.kernels.gpu.unflagged_parts import PartsInTurns
+from symmcomm.kernels.gpu.unflagged_parts import InTurns, PartsInTurns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +42,12 @@ class MovedParts(PartsInTurns):
     @cute.jit
     def take(self, turn: Int32, going: Boolean) -> Any:
         """Stores what has come, and what stays, unless it is in its place."""
-        ctx, (epoch, places) = self.ctx, self.slot(turn)
+        ctx = self.ctx
         stays, place = self.leaves(ctx.rank), self.arrives(ctx.rank)
         moves = self.sent_by(ctx.rank) & (stays != place)
         own = self.load_part(stays, turn, moves)
         if going:
-            got, going = unflagged.receive(self, epoch, places, self.live(turn))
+            got, going = unflagged.receive(self, turn, self.live(turn))
             if going:
                 self.store_part(place, turn, own, moves)
                 for index, peer in enumerate(ctx.senders):
@@ -57,23 +57,10 @@ class MovedParts(PartsInTurns):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllGatherWords(MovingParts):
-    """The kernel.
+class AllGatherWords(InTurns, MovingParts):
+    """The kernel. ``same``: all takers get the same (the source pitch is 0)."""
 
-    Attributes: ``same`` whether all takers get the same (the source pitch is 0). ``vectors`` of 16 bytes a thread and
-    turn; a CTA's must fit ``words_slot_bytes``. No CTA may be without any. ``slots`` as of ``unflagged.carry_out``,
-    ``granule`` as of ``PartsInTurns``. At most NUM_WORDS_CHANNELS CTAs, of as many threads as there are ranks or more.
-    """
-
-    vectors: int
-    granule: int
     same: bool
-    slots: int = 0
-
-    @property
-    def min_ctas(self) -> int:
-        """Turns need registers, and never start early."""
-        return min(self.slots, 1)
 
     @cute.kernel
     def kernel(

@@ -29,7 +29,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from symmcomm.kernels.gpu.access import VECTOR_BYTES, load_or_zero
+from symmcomm.kernels.gpu.access import load_or_zero
 from symmcomm.kernels.gpu.barrier import arrive
 from symmcomm.kernels.gpu.context import Context, after_previous_kernel, begin, block, end, thread
 from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Parts, Rows, placeholders
@@ -38,7 +38,7 @@ from symmcomm.kernels.gpu.registers import keep, kept_in, registers
 from symmcomm.kernels.gpu.staged import hear
 from symmcomm.kernels.gpu.team import Team
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import AHEAD, Layout
+from symmcomm.schedule.layout_gpu import AHEAD, VECTOR_BYTES, Layout
 
 _WEIGHTS = 4  # vectors that registers hold beside a row
 Words = list[list[Any]]

@@ -71,7 +71,7 @@ class WordsOfRows(unflagged.Job):
         old = given.residual + Int64(self.row(turn)) * given.residual_pitch
         residual = [self.rows.access.load(old, i, exists) for i in self.rows.indices]
         live = [going & each for each in self.live(turn)]
-        got, arrived = unflagged.receive(self, self.epoch, self.places(turn), live)
+        got, arrived = unflagged.receive(self, turn, live)
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
         going = going & arrived

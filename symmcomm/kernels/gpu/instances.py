@@ -83,7 +83,7 @@ def _cells(shape: Launch, world_size: int, early: bool) -> dict[str, Any]:
 
 
 def _words(shape: Launch, world_size: int, early: bool, granule: int) -> dict[str, Any]:
-    early = early and may_start_early(shape, world_size)
+    early = early and may_start_early(shape, world_size, granule)
     return {
         "threads": shape.threads, "vectors": shape.unroll, "slots": shape.slots, "early": early, "granule": granule,
     }  # fmt: skip

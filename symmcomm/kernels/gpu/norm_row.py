@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import inline_ptx
 
-from symmcomm.kernels.gpu.access import VECTOR_BYTES, Access
+from symmcomm.kernels.gpu.access import Access
 from symmcomm.kernels.gpu.context import Context
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.primitives import multimem_st, pick, store
 from symmcomm.kernels.gpu.team import Team, add, largest, tree
 from symmcomm.schedule.dtypes import DType, Op
+from symmcomm.schedule.layout_gpu import VECTOR_BYTES
 
 _FLOAT8_MAX = 448.0
 

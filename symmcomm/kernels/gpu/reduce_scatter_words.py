@@ -19,7 +19,7 @@ from cutlass import Boolean, Int32, Int64
 from symmcomm.kernels.gpu import unflagged
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.signatures import ReducingTensors
-from symmcomm.kernels.gpu.unflagged_parts import PartsInTurns
+from symmcomm.kernels.gpu.unflagged_parts import InTurns, PartsInTurns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,9 @@ class SumsOfParts(PartsInTurns):
     @cute.jit
     def take(self, turn: Int32, going: Boolean) -> Any:
         """Reduces."""
-        own, (epoch, places) = self.load(0, turn), self.slot(turn)
+        own = self.load(0, turn)
         if going:
-            got, going = unflagged.receive(self, epoch, places, self.live(turn))
+            got, going = unflagged.receive(self, turn, self.live(turn))
             if going:
                 came = [unflagged.vectors_of(self.ctx, got, k, self.vectors) for k in range(self.vectors)]
                 sums = [self.reduction.reduce(self.ctx.in_rank_order(own[k], came[k])) for k in range(self.vectors)]
@@ -49,23 +49,11 @@ class SumsOfParts(PartsInTurns):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceScatterWords(ReducingTensors):
+class ReduceScatterWords(InTurns, ReducingTensors):
     """The kernel. ``source``: ``world_size`` parts of ``count`` elements, or if all parts are the ``same`` that one,
-    which makes it an all-reduce; ``result``: ``count`` elements.
+    which makes it an all-reduce; ``result``: ``count`` elements."""
 
-    Attributes: ``vectors`` of 16 bytes a thread and turn; a CTA's must fit ``words_slot_bytes``. No CTA may be without
-    any. ``slots`` as of ``unflagged.carry_out``, ``granule`` as of ``PartsInTurns``. At most NUM_WORDS_CHANNELS CTAs,
-    of as many threads as there are ranks or more."""
-
-    vectors: int
-    granule: int
-    slots: int = 0
     same: bool = False
-
-    @property
-    def min_ctas(self) -> int:
-        """Turns need registers, and never start early."""
-        return min(self.slots, 1)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:

@@ -3,8 +3,9 @@ and nothing on the link but the data.
 
 A vector of 16 bytes is stored, polled and cleared by single accesses (``store_128``), and a slot is zero wherever
 nothing has arrived. So what goes out is the vector xor ``KEY``, which is zero for one vector of 2¹²⁸ alone. That one
-goes out as 1; as does its neighbour, which that is for. So with a 1 goes a byte, elsewhere: 2, or 3 for the neighbour.
-A receiver polls until the vector is not zero; if it is 1, until the byte is not; then it stores zeros there.
+goes out as 1, as does the vector that would be 1 anyway, and with a 1 goes a byte, elsewhere: 2 for the one, 3 for the
+other. A receiver polls until the vector is not zero; if it is 1, until the byte is not; then it stores zeros there.
+(Names say *words* for such vectors: an LL cell is three words and a flag, and this is four words.)
 
 When may a slot be filled again? Slots alternate with the parity of the channel's epoch, and rank r fills p's at epoch e
 once r's kernel of epoch e - 1 is done. In it every CTA received something from p that p sent at e - 1, and p sent that
@@ -30,7 +31,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
-from symmcomm.kernels.gpu.access import VECTOR_BYTES
 from symmcomm.kernels.gpu.barrier import announce, arrive, meet
 from symmcomm.kernels.gpu.cells import remind
 from symmcomm.kernels.gpu.context import Context, begin, block, end, thread
@@ -46,7 +46,7 @@ from symmcomm.kernels.gpu.primitives import (
     store_narrow,
 )
 from symmcomm.kernels.gpu.registers import keep, kept_in, registers
-from symmcomm.schedule.layout_gpu import CHANNEL_WORDS_BYTES, Phase
+from symmcomm.schedule.layout_gpu import CHANNEL_WORDS_BYTES, MOST_VECTORS, VECTOR_BYTES, Phase
 
 AHEAD = 1
 """Turns that are sent before the first is taken."""
@@ -98,7 +98,7 @@ class Job:
         return self.ctx.layout.words_slot_bytes // (self.threads * self.vectors * VECTOR_BYTES)
 
     def places(self, turn: Any) -> list[Any]:
-        """The thread's in a slot, of that turn in it."""
+        """The thread's in a slot, of that turn in it; ``threads`` apart."""
         return [(turn * self.vectors + k) * self.threads + thread() for k in range(self.vectors)]
 
     def slot(self, turn: Any) -> tuple[Any, list[Any]]:
@@ -152,7 +152,10 @@ def carry_out(job: cutlass.Constexpr, slots: cutlass.Constexpr) -> None:
         else:
             epoch, going = run(epoch, num, fetched, known, going, slots > 1)
         if signals:
-            meet(ctx, block(), epoch, Int32(Phase.enter), going)
+            phase = Int32(Phase.enter)
+            if cutlass.const_expr(slots > 1):
+                phase = pick(num > job.slot_turns, Int32(Phase.room), phase)
+            meet(ctx, block(), epoch, phase, going)
         end(ctx, block(), epoch)
 
 
@@ -209,14 +212,14 @@ def send(ctx: Context, epoch: Any, peer: Any, place: Any, coded: tuple[list[Any]
 
 
 @cute.jit
-def receive(job: cutlass.Constexpr, epoch: Uint32, places: cutlass.Constexpr, live: cutlass.Constexpr) -> Any:
-    """The vectors at these places of all ``ctx.senders``, as far as they are ``live`` and were sent, and whether all
-    came; then they are cleared.
+def receive(job: cutlass.Constexpr, turn: Int32, live: cutlass.Constexpr) -> Any:
+    """What ``ctx.senders`` have sent of the turn, as far as it is ``live``, and whether all came. It is cleared then.
 
-    ``vectors_of`` reads them; undefined where not live.
+    ``vectors_of`` reads the vectors; undefined where not live.
     """
-    ctx, ranks = job.ctx, job.ctx.senders
+    ctx, ranks, (epoch, places) = job.ctx, job.ctx.senders, job.slot(turn)
     num = len(ranks) * len(places)
+    assert num <= MOST_VECTORS, f"{num} vectors a thread and turn"
     got = cute.make_rmem_tensor((2 * num,), Uint64)
     slots = [slot(ctx, ctx.rank, epoch, peer) for peer in ranks]
     vectors = [first + Int64(place) * VECTOR_BYTES for first, _ in slots for place in places]
@@ -240,21 +243,21 @@ def receive(job: cutlass.Constexpr, epoch: Uint32, places: cutlass.Constexpr, li
             store_128(vectors[i], Uint64(0), Uint64(0), when=wanted[i])
             ones |= pick(wanted[i] & _is(got, i, 1), Uint32(1 << i), Uint32(0))
         if ones != 0:
-            came, zeros = _which(job, epoch, places, ones)
+            came, zeros = _which(job, epoch, places[0], ones)
             for i in cutlass.range_constexpr(num):
                 got[2 * i] = pick((zeros >> i) & 1 == 1, Uint64(0), got[2 * i])
     return got, came
 
 
 @cute.jit
-def _which(job: cutlass.Constexpr, epoch: Uint32, places: cutlass.Constexpr, ones: Uint32) -> Any:
+def _which(job: cutlass.Constexpr, epoch: Uint32, first: Int32, ones: Uint32) -> Any:
     """Which of the vectors that came as 1, by their numbers' bits in ``ones``, are 0, and whether all their bytes came,
-    which then are cleared."""
+    which then are cleared. ``first``: the thread's first place."""
     ctx, came, zeros = job.ctx, Boolean(True), Uint32(0)
     while ones != 0 and came:
         number = Int32(cute.arch.popc((ones & (~ones + 1)) - 1))
-        peer = ctx.senders[0] if ctx.world_size == 2 else number // len(places)
-        place = places[0] + number % len(places) * job.threads
+        peer = ctx.senders[0] if ctx.world_size == 2 else number // job.vectors
+        place = first + number % job.vectors * job.threads
         address = slot(ctx, ctx.rank, epoch, peer)[1] + Int64(place)
         byte, tries, since, late = Uint32(0), Int32(0), Int64(0), Boolean(False)
         while byte == 0 and not late:

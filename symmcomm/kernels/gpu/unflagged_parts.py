@@ -9,8 +9,29 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from symmcomm.kernels.gpu import unflagged
-from symmcomm.kernels.gpu.access import VECTOR_BYTES, Access
+from symmcomm.kernels.gpu.access import Access
 from symmcomm.kernels.gpu.context import block, thread
+from symmcomm.kernels.gpu.signatures import Placed
+from symmcomm.schedule.layout_gpu import VECTOR_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class InTurns(Placed):
+    """What kernels with such a job have in common.
+
+    Attributes: ``vectors`` of 16 bytes a thread and turn: a CTA's must fit ``words_slot_bytes``, a thread's from all
+    ranks may be MOST_VECTORS. ``slots`` as of ``unflagged.carry_out``, ``granule`` as of ``PartsInTurns``. Launch with
+    at most NUM_WORDS_CHANNELS CTAs, of as many threads as there are ranks or more, and none without vectors.
+    """
+
+    vectors: int
+    granule: int
+    slots: int = 0
+
+    @property
+    def min_ctas(self) -> int:
+        """Turns need registers, and never start early."""
+        return min(self.slots, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,10 +64,11 @@ if python -c 'import xdist' 2>/dev/null; then
     workers=$(between 1 12 $((cores * 3 / 4 / ${#devices[@]}))) # they compile most of the time
     for device in "${devices[@]}"; do one_process+=(--tx "$workers*popen//env:CUDA_VISIBLE_DEVICES=$device"); done
     one_process+=(--dist worksteal)
-    processes=(-n "$(between 1 8 $((cores / 4)))" --dist load --maxschedchunk 1) # each test has 2 to 8
+    processes=(-n "$(between 1 8 $((cores / 4)))" --dist load --maxschedchunk 1) # each test has 1 to 8
 fi
 
-mapfile -t others < <(printf '%s\n' tests/gpu/test_*.py | grep -v /test_local_)
+others=(tests/gpu/test_fused_norm.py) # first what takes longest
+mapfile -t -O 1 others < <(printf '%s\n' tests/gpu/test_*.py | grep -v -e /test_local_ -e /test_fused_norm.py)
 phase one_process 240 "${tests[@]}" -m "$marked" ${one_process[@]+"${one_process[@]}"} tests/gpu/test_local_*.py
 phase numba 120 tail --pid=$preload -f /dev/null
 phase processes 240 "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} "${others[@]}"

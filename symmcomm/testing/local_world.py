@@ -85,6 +85,7 @@ class LocalWorld:
         self.bytes(0, at.FAILED, 4).view(torch.int32).fill_(at.GAVE_UP)
         self.launch(function, [arguments], ranks=[0])
         self.bytes(0, at.FAILED, 4).view(torch.int32).fill_(failed)
+        torch.cuda.synchronize()
         return function
 
     def record(self, rank: int) -> Record | None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import math
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -30,6 +32,8 @@ from typing import Any
 _DUMP_SIGNAL = signal.SIGUSR2
 _DUMP_PATIENCE_S = 0.5
 _TERMINATE_PATIENCE_S = 2.0
+_GRIEF_S = 20.0  # for the others to end after a rank has failed that should not
+_LEAST_PORT, _MOST_PORT = 10_000, 32_768
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ def run_ranks(
 
     Raises:
         RankFailedError: with every failed rank's traceback.
-        RanksTimeoutError: with the Python stacks of the ranks that had not ended.
+        RanksTimeoutError: with the Python stacks of the ranks that had not ended, and what was wrong with others. If
+            ``check``, those have a few seconds more only once another rank has failed.
     """
     _warm_fork_server()
     deadline = time.monotonic() + timeout_s
@@ -110,10 +115,12 @@ def run_ranks(
                 launch = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), **address}
                 environ = _merged({**launch, **(env or {})})
                 ranks.append(_Rank(rank, call, environ, Path(folder) / f"rank{rank}.txt"))
-            if late := _collect(ranks, deadline):
-                stacks = "\n".join(f"--- rank {rank.rank} (pid {rank.process.pid})\n{rank.stacks()}" for rank in late)
-                names = [rank.rank for rank in late]
-                raise RanksTimeoutError(f"ranks {names} had not ended after {timeout_s:g} s\n{stacks}", names)
+            if late := _collect(ranks, deadline, _GRIEF_S if check else timeout_s):
+                stacks = [f"--- rank {rank.rank} (pid {rank.process.pid})\n{rank.stacks()}" for rank in late]
+                failed = [rank.result().report() for rank in ranks if rank not in late and not rank.result().ok]
+                names, waited_s = [rank.rank for rank in late], timeout_s + time.monotonic() - deadline
+                text = "\n".join([f"ranks {names} had not ended after {waited_s:.0f} s", *stacks, *failed])
+                raise RanksTimeoutError(text, names)
             results = [rank.result() for rank in ranks]
         finally:
             for rank_ in ranks:
@@ -170,7 +177,14 @@ def launch_command(
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that was free a moment ago."""
+    """A TCP port that was free a moment ago: below those that the kernel gives to connections, which come and go."""
+    last = _MOST_PORT
+    with contextlib.suppress(OSError, ValueError):
+        last = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(_LEAST_PORT, max(last, _LEAST_PORT + 1)), min(100, max(last - _LEAST_PORT, 1))):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -231,8 +245,9 @@ class _Rank:
         self.connection.close()
 
 
-def _collect(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
-    """Waits until all ranks have ended, taking outcomes as they come; returns the ranks that are late."""
+def _collect(ranks: Sequence[_Rank], deadline: float, grief_s: float) -> list[_Rank]:
+    """Waits until all ranks have ended, taking outcomes as they come; returns the ranks that are late. Once one has
+    failed the others have ``grief_s`` left."""
     running = {rank.process.sentinel: rank for rank in ranks}
     while running:
         readable: dict[Connection | int, _Rank] = {
@@ -245,7 +260,8 @@ def _collect(ranks: Sequence[_Rank], deadline: float) -> list[_Rank]:
             if source in readable:
                 readable[source].receive()
             elif source in running and running[source].connection.closed:
-                del running[source]
+                ended = running.pop(source)
+                deadline = min(deadline, math.inf if ended.result().ok else time.monotonic() + grief_s)
     return list(running.values())
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from symmcomm.schedule import select_gpu
 from symmcomm.schedule.dtypes import DType, Op, supports
@@ -23,6 +24,7 @@ from symmcomm.kernels.gpu.compile import architecture, compile_kernel, compiled
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.reduce_scatter import ReduceScatterLL, ReduceScatterPull
 from symmcomm.schedule.select_gpu import Algorithm, Launch
+from symmcomm.testing.spawn import run_ranks
 
 ARCHITECTURES = {"sm_80": 80, "sm_90a": 90, "sm_100a": 100}
 PER_ARCHITECTURE = pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -268,6 +270,37 @@ def test_the_disk_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found.write_bytes(b"half of a file")
     compiled(kernel, "sm_90a", tmp_path)
     assert found.stat().st_size > 1000
+
+
+def compile_in(folder: str) -> int:
+    """How often this process had to compile."""
+    from symmcomm.kernels.gpu import compile as module
+
+    count, real = [0], module.compile_kernel
+
+    def counted(*arguments: Any) -> Any:
+        count[0] += 1
+        return real(*arguments)
+
+    module.compile_kernel = counted
+    compiled(ll(DType.int16, Op.sum, "sm_90a", 2), "sm_90a", Path(folder))
+    return count[0]
+
+
+def test_of_ranks_that_start_together_one_compiles(tmp_path: Path) -> None:
+    assert sum(result.value for result in run_ranks(compile_in, 3, str(tmp_path))) == 1
+    assert [path.suffix for path in tmp_path.iterdir()] == [".o"]
+
+
+def test_nobody_waits_for_long_for_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from symmcomm.kernels.gpu import compile as module
+
+    kernel = ll(DType.float32, Op.sum, "sm_90a", 2)
+    monkeypatch.setattr(module, "_loaded", {})
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.1)
+    with FileLock(tmp_path / f"{module._digest(kernel, 'sm_90a')}.o.lock"):
+        compiled(kernel, "sm_90a", tmp_path)
+    assert [*tmp_path.glob("*.o")]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,6 +192,7 @@ def test_ranks_may_have_kernels_for_other_alignments(kind: str) -> None:
         functions = [compiled(world, make(granule=granule)) for granule in (16, 4, 1)]
         for rank, arguments in enumerate(call.arguments):
             world.load(functions[rank], *arguments)
+        torch.cuda.synchronize()
         for rank, arguments in enumerate(call.arguments):
             functions[rank](world.base, world.stride, rank, *arguments, world.streams[rank].cuda_stream)
         torch.cuda.synchronize()

@@ -88,14 +88,16 @@ def test_a_queue_holds_as_many_messages_as_slots(world_size: int) -> None:
     world, num = world_of(world_size), at.NUM_MESSAGE_SLOTS
     send, receive = message(world, True), message(world, False)
     sources = [data(number, 1000 + number, 0) for number in range(num)]
+    rooms = [torch.zeros_like(source) for source in sources]
+    torch.cuda.synchronize()  # ranks have streams of their own
     for source in sources:
         call(world, 0, send, source, 1)
     torch.cuda.synchronize()
-    for source in sources:
-        got = torch.zeros_like(source)
-        call(world, 1, receive, got, 0)
-        torch.cuda.synchronize()
-        assert torch.equal(got, source)
+    for room in rooms:
+        call(world, 1, receive, room, 0)
+    torch.cuda.synchronize()
+    for room, source in zip(rooms, sources, strict=True):
+        assert torch.equal(room, source)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

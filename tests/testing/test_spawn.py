@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from symmcomm.testing import spawn
 from symmcomm.testing.spawn import RankFailedError, RanksTimeoutError, launch_command, run_ranks
 
 
@@ -51,6 +52,12 @@ def exit_with(code: int) -> None:
 
 def kill_self(signum: int) -> None:
     os.kill(os.getpid(), signum)
+
+
+def fail_or_sleep(failing: int) -> None:
+    if os.environ["RANK"] == str(failing):
+        raise ValueError(f"rank {failing} has lost its way")
+    time.sleep(60)
 
 
 def sleep_on(rank: int) -> None:
@@ -138,6 +145,15 @@ def test_timeout_names_the_ranks_and_their_stacks() -> None:
         run_ranks(sleep_on, 3, 1, timeout_s=3.0)
     assert caught.value.ranks == [1]
     assert time.monotonic() - started < 6
+
+
+def test_a_failure_is_told_soon_although_others_wait_for_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "_GRIEF_S", 1.0)
+    started = time.monotonic()
+    with pytest.raises(RanksTimeoutError, match="rank 1 has lost its way") as caught:
+        run_ranks(fail_or_sleep, 2, 1)
+    assert caught.value.ranks == [0]
+    assert time.monotonic() - started < 30
 
 
 def test_stopped_rank_is_killed() -> None:

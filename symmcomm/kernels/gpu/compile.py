@@ -3,7 +3,7 @@
 A kernel is a frozen dataclass whose fields are its specialisation; its representation is the key, together with the
 architecture, the versions of the compilers and a digest of the sources. Nothing of a key is a pointer or a rank, so one
 object serves all ranks and all runs. Objects are written beside their place and renamed into it: no reader ever sees
-half of one, and ranks that start together at worst compile the same kernel twice.
+half of one. Of ranks that start together one compiles, and the others wait for its object.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,9 +21,11 @@ import cutlass
 import cutlass.cute as cute
 import tvm_ffi
 from cutlass.cute.runtime import load_module, make_fake_stream
+from filelock import FileLock
 
 _PACKAGE = Path(__file__).parents[2]
 _FUNCTION = "symmcomm_kernel"
+_PATIENCE_S = 30.0  # for another process that compiles the same
 _loaded: dict[tuple[Any, str], Callable[..., None]] = {}
 
 
@@ -55,8 +57,27 @@ def compiled(kernel: Kernel, arch: str, directory: Path | None = None) -> Callab
     found = _loaded.get((kernel, arch))
     if found is None:
         path = (directory or default_directory()) / f"{_digest(kernel, arch)}.o"
-        found = _loaded[kernel, arch] = _cached(path) or _build(kernel, arch, path)
+        found = _cached(path)
+        if found is None:
+            with _alone(path):
+                found = _cached(path) or _build(kernel, arch, path)
+        _loaded[kernel, arch] = found
     return found
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time makes an object; but two may, where the folder has no locks, or one takes very long."""
+    lock = FileLock(f"{path}.lock", timeout=_PATIENCE_S)
+    with suppress(OSError, NotImplementedError):  # TimeoutError is an OSError
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            Path(lock.lock_file).unlink(missing_ok=True)  # who waits for it still gets it
+            lock.release()
 
 
 def compile_kernel(kernel: Kernel, arch: str, options: str = "") -> Any:

@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export SYMMCOMM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 unset PYTHONDONTWRITEBYTECODE # Numba's cache lies beside the sources
+export SYMMCOMM_SPIN=0        # the many ranks that wait leave the cores to those that compile
 export SYMMCOMM_PRELOAD=gpu   # see symmcomm/testing/preload.py
 export OMP_NUM_THREADS=1      # for each of the many processes that share the cores: what tests compare with is computed by torch there
 tests=(python -m pytest --durations 12 -v) marked="gpu and not multicast and not nvshmem"
@@ -64,12 +65,14 @@ if python -c 'import xdist' 2>/dev/null; then
     workers=$(between 1 12 $((cores * 3 / 4 / ${#devices[@]}))) # they compile most of the time
     for device in "${devices[@]}"; do one_process+=(--tx "$workers*popen//env:CUDA_VISIBLE_DEVICES=$device"); done
     one_process+=(--dist worksteal)
-    processes=(-n "$(between 1 8 $((cores / 4)))" --dist load --maxschedchunk 1) # each test has 1 to 8
+    # Each test has 1 to 8. On a GPU they take turns of milliseconds, and wait for each other all the while: with twice as
+    # many tests at once all of it takes longer.
+    processes=(-n "$(between 1 4 $((cores / 8)))" --dist load --maxschedchunk 1)
 fi
 
 others=(tests/gpu/test_fused_norm.py) # first what takes longest
 mapfile -t -O 1 others < <(printf '%s\n' tests/gpu/test_*.py | grep -v -e /test_local_ -e /test_fused_norm.py)
 phase one_process 240 "${tests[@]}" -m "$marked" ${one_process[@]+"${one_process[@]}"} tests/gpu/test_local_*.py
 phase numba 120 tail --pid=$preload -f /dev/null
-phase processes 240 "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} "${others[@]}"
+phase processes 300 "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} "${others[@]}"
 phase alone 120 "${tests[@]}" -m "$marked and alone" "${others[@]}"

@@ -12,6 +12,7 @@ import torch
 
 import symmcomm
 from symmcomm import Communicator, Settings
+from symmcomm.memory.cuda_driver import call, load_driver
 from symmcomm.testing.oracle import check_bits
 from symmcomm.testing.spawn import run_ranks
 
@@ -35,10 +36,19 @@ WORLDS = [
 PAIR = 2 if NUM_GPUS > 1 else 1  # GPUs of two ranks
 
 
+def take_gpu(ordinal: int) -> None:
+    """Makes it the current one, before its context is there: the host then sleeps while it waits for the GPU, as tests
+    that run beside need the cores."""
+    driver = load_driver()
+    flags = int(driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC)
+    call(driver, "cuDevicePrimaryCtxSetFlags", call(driver, "cuDeviceGet", ordinal), flags)
+    torch.cuda.set_device(ordinal)
+
+
 @contextlib.contextmanager
 def communicator(num_gpus: int, timeout_s: float = 80.0, **settings: Any) -> Iterator[Communicator]:
     """A rank's communicator; at its end a plain operation of torch shows that the context is alive."""
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % num_gpus)
+    take_gpu(int(os.environ["LOCAL_RANK"]) % num_gpus)
     options = {"share_gpu": True, "gpu_staging_bytes": STAGING, "disable_multicast": True, **settings}
     comm = symmcomm.init(device="cuda", settings=Settings(timeout_s=timeout_s, **options))
     yield comm

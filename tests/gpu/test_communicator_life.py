@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import LIMIT_S, NEEDS_GPU, NUM_GPUS, PAIR, communicator, filled, host, put, same, start
+from ranks import LIMIT_S, NEEDS_GPU, NUM_GPUS, PAIR, communicator, filled, host, put, same, start, take_gpu
 
 import symmcomm
 from symmcomm import (
@@ -453,7 +453,7 @@ def test_delays_on_one_rank() -> None:
 
 
 def forgotten(num_gpus: int) -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % num_gpus)
+    take_gpu(int(os.environ["LOCAL_RANK"]) % num_gpus)
     comm = symmcomm.init(device="cuda", settings=Settings(share_gpu=True, disable_multicast=True))
     works(comm)
     comm.barrier()

@@ -15,7 +15,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from ranks import NEEDS_GPU, NUM_GPUS
+from ranks import NEEDS_GPU, NUM_GPUS, take_gpu
 
 from symmcomm import ArgumentError, DeviceError
 from symmcomm.collectives import gpu_memory
@@ -46,7 +46,7 @@ def start(body: Callable[..., Any], *args: Any) -> list[RankResult]:
 
 
 def set_device() -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % NUM_GPUS)
+    take_gpu(int(os.environ["LOCAL_RANK"]) % NUM_GPUS)
 
 
 @contextmanager

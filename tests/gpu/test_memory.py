@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import take_gpu
 
 from symmcomm.bootstrap import connect
 from symmcomm.env import Settings
@@ -62,7 +63,7 @@ class Rank:
 def joined(num_gpus: int) -> Iterator[Rank]:
     bootstrap = connect(None, TIMEOUT_S)
     ordinal = bootstrap.rank % num_gpus
-    torch.cuda.set_device(ordinal)
+    take_gpu(ordinal)
     torch.zeros(1, device="cuda")
     yield Rank(
         bootstrap.rank, bootstrap.world_size, lambda payload: bootstrap.all_gather(payload, TIMEOUT_S),

@@ -65,8 +65,7 @@ if python -c 'import xdist' 2>/dev/null; then
     workers=$(between 1 12 $((cores * 3 / 4 / ${#devices[@]}))) # they compile most of the time
     for device in "${devices[@]}"; do one_process+=(--tx "$workers*popen//env:CUDA_VISIBLE_DEVICES=$device"); done
     one_process+=(--dist worksteal)
-    # Each test has 1 to 8. On a GPU they take turns of milliseconds, and wait for each other all the while: with twice as
-    # many tests at once all of it takes longer.
+    # Of one to eight, which take turns of milliseconds on a GPU while the others wait: so few tests at once.
     processes=(-n "$(between 1 4 $((cores / 8)))" --dist load --maxschedchunk 1)
 fi
 

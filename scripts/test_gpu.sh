@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Every test that needs a GPU, in the environment that is active (extras `cuda` and `test`), on one GPU or two. Where pytest-xdist is missing tests run one by one. NVLink multicast is forbidden, whatever the caller has
-# set. What pytest says goes to files in $OUT, or in a new folder. A part that is not over in time is ended, and the tests that ran
-# then are named; the last lines say how each part ended, also after Ctrl-C. With arguments, all of them go to one pytest.
+# Every test that needs a GPU, in the environment that is active (extras `cuda` and `test`), on one GPU or two. Where pytest-xdist
+# is missing tests run one by one. NVLink multicast is forbidden, whatever the caller has set. What pytest says goes to files in
+# $OUT, or in a new folder. A part that is not over in time is ended, and the tests that ran then are named; the last lines say
+# how each part ended, also after Ctrl-C. With arguments, all of them go to one pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export SYMMCOMM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 unset PYTHONDONTWRITEBYTECODE # Numba's cache lies beside the sources
 export SYMMCOMM_SPIN=0        # the many ranks that wait leave the cores to those that compile
 export SYMMCOMM_PRELOAD=gpu   # see symmcomm/testing/preload.py
-export OMP_NUM_THREADS=1      # for each of the many processes that share the cores: what tests compare with is computed by torch there
-tests=(python -m pytest --durations 12 -v) marked="gpu and not multicast and not nvshmem"
+export OMP_NUM_THREADS=1      # many processes share the cores, and torch computes there what tests compare with
+tests=(python -m pytest --durations 30 -v) marked="gpu and not multicast and not nvshmem"
 if (($#)); then
     exec "${tests[@]}" -m "$marked" "$@"
 fi
@@ -60,18 +61,20 @@ IFS=, read -ra devices <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus > 0 ? gpu
 between() { # least, most, and a number that is brought between them
     echo $(($3 < $1 ? $1 : $3 > $2 ? $2 : $3))
 }
-one_process=() processes=()
+one_process=() kernels=() processes=()
 if python -c 'import xdist' 2>/dev/null; then
     workers=$(between 1 12 $((cores * 3 / 4 / ${#devices[@]}))) # they compile most of the time
     for device in "${devices[@]}"; do one_process+=(--tx "$workers*popen//env:CUDA_VISIBLE_DEVICES=$device"); done
     one_process+=(--dist worksteal)
-    # Of one to eight, which take turns of milliseconds on a GPU while the others wait: so few tests at once.
-    processes=(-n "$(between 1 4 $((cores / 8)))" --dist load --maxschedchunk 1)
+    # Processes that share a GPU take turns of milliseconds on it: so few tests at once, but for those that compile.
+    kernels=(-n "$(between 1 8 $((cores / 4)))" --dist load --maxschedchunk 1)
+    processes=(-n "$(between 1 3 $((cores / 8)))" --dist load --maxschedchunk 1)
 fi
 
-others=(tests/gpu/test_fused_norm.py) # first what takes longest
-mapfile -t -O 1 others < <(printf '%s\n' tests/gpu/test_*.py | grep -v -e /test_local_ -e /test_fused_norm.py)
+compile=(tests/gpu/test_fused_norm.py tests/gpu/test_communicator.py) # longer than they run
+mapfile -t others < <(printf '%s\n' tests/gpu/test_*.py | grep -v -e /test_local_ -e /test_fused_norm.py -e /test_communicator.py)
 phase one_process 240 "${tests[@]}" -m "$marked" ${one_process[@]+"${one_process[@]}"} tests/gpu/test_local_*.py
 phase numba 120 tail --pid=$preload -f /dev/null
-phase processes 300 "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} "${others[@]}"
+phase kernels 240 "${tests[@]}" -m "$marked" ${kernels[@]+"${kernels[@]}"} "${compile[@]}"
+phase processes 240 "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} "${others[@]}"
 phase alone 120 "${tests[@]}" -m "$marked and alone" "${others[@]}"

@@ -12,7 +12,7 @@ import torch
 
 import symmcomm
 from symmcomm import Communicator, Settings
-from symmcomm.memory.cuda_driver import call, load_driver
+from symmcomm.memory.cuda_driver import CudaError, call, load_driver
 from symmcomm.testing.oracle import check_bits
 from symmcomm.testing.spawn import run_ranks
 
@@ -41,7 +41,8 @@ def take_gpu(ordinal: int) -> None:
     that run beside need the cores."""
     driver = load_driver()
     flags = int(driver.CUctx_flags.CU_CTX_SCHED_BLOCKING_SYNC)
-    call(driver, "cuDevicePrimaryCtxSetFlags", call(driver, "cuDeviceGet", ordinal), flags)
+    with contextlib.suppress(CudaError):
+        call(driver, "cuDevicePrimaryCtxSetFlags", call(driver, "cuDeviceGet", ordinal), flags)
     torch.cuda.set_device(ordinal)
 
 

@@ -26,6 +26,7 @@ from filelock import FileLock
 _PACKAGE = Path(__file__).parents[2]
 _FUNCTION = "symmcomm_kernel"
 _PATIENCE_S = 30.0  # for another process that compiles the same
+_POLL_S = 0.01
 _loaded: dict[tuple[Any, str], Callable[..., None]] = {}
 
 
@@ -71,7 +72,7 @@ def _alone(path: Path) -> Iterator[None]:
     lock = FileLock(f"{path}.lock", timeout=_PATIENCE_S)
     with suppress(OSError, NotImplementedError):  # TimeoutError is an OSError
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        lock.acquire(poll_interval=_POLL_S)
     try:
         yield
     finally:

@@ -30,6 +30,7 @@ trap summary EXIT
 trap 'status=130; lines+=("interrupted in: $running"); unfinished; exit' INT TERM
 
 unfinished() { # the tests of the running part that have begun and not ended
+    [[ $running ]] || return 0
     awk '/^tests\/.*::/ && !/ (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)/ { sub(/ *$/, ""); begun[$0] }
         /^\[gw[0-9]+\].* (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS) / { sub(/^.*(PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS) /, "")
             sub(/ *$/, ""); delete begun[$0] }
@@ -74,7 +75,7 @@ fi
 compile=(tests/gpu/test_fused_norm.py tests/gpu/test_communicator.py) # longer than they run
 mapfile -t others < <(printf '%s\n' tests/gpu/test_*.py | grep -v -e /test_local_ -e /test_fused_norm.py -e /test_communicator.py)
 phase one_process 240 "${tests[@]}" -m "$marked" ${one_process[@]+"${one_process[@]}"} tests/gpu/test_local_*.py
-phase numba 120 tail --pid=$preload -f /dev/null
+phase numba 120 tail --pid=$preload -f /dev/null # what fails there is seen in the next
 phase kernels 240 "${tests[@]}" -m "$marked" ${kernels[@]+"${kernels[@]}"} "${compile[@]}"
 phase processes 240 "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} "${others[@]}"
 phase alone 120 "${tests[@]}" -m "$marked and alone" "${others[@]}"

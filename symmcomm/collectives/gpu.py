@@ -115,7 +115,7 @@ class GpuCollectives(GpuMemory):
         ordinary, symmetric = (self.choose_all_reduce(num_bytes, dtype, each) for each in (False, True))
         if symmetric == ordinary:
             return self._direct(ordinary, dtype, op, count)
-        forms: dict[bool, Call] = {}  # a kernel takes half a second to compile: each when it is needed
+        forms: dict[bool, Call] = {}  # kernels take a while to compile: each when it is needed
 
         def call(address: int) -> None:
             inside = self.is_symmetric(address, num_bytes)
@@ -167,8 +167,7 @@ class GpuCollectives(GpuMemory):
         self, output: torch.Tensor, input: torch.Tensor, op: object = "sum", *,
         ring_mode: RingMode | Plan | None = None, num_blocks: int = 0,
     ) -> None:  # fmt: skip
-        """Leaves part ``rank`` of the reduction of all inputs in ``output``, which may be that part of ``input``.
-        """
+        """Leaves part ``rank`` of the reduction of all inputs in ``output``, which may be that part of ``input``."""
         target, source = self._pair(output, input, 1, self.world_size)
         num_bytes = output.nbytes
         check_place(self, source, target, num_bytes, "input", "output")

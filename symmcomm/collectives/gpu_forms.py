@@ -12,7 +12,7 @@ Function = Callable[..., None]
 
 class Forms(dict[int, Function]):
     """Compiled kernels by the last four bits of all addresses and sizes, or-ed. Kernels of words are compiled for them,
-    each when it is needed, as that takes a third of a second; of others there is one.
+    each when it is needed, as that takes a while; of others there is one.
 
     ``make``: the kernel for a granule of ``kernels.gpu.unflagged_parts``. ``compiled``: its function.
     """

@@ -1,8 +1,8 @@
-"""Where state, pads, LL areas and staging lie at the start of every rank's heap on a GPU. Pure functions of the world
-size, so an offset is enough to reach a peer's pad, and a kernel holds the offsets as constants.
+"""Where state, pads, LL areas, staging and words lie at the start of every rank's heap on a GPU. Pure functions of the
+world size, so an offset is enough to reach a peer's pad, and a kernel holds the offsets as constants.
 
 The first part is private to the rank: peers neither read nor write it. Everything must be zero when a communicator is
-made, but for the fields that its host writes. Nothing is ever reset.
+made, but for the fields that its host writes. Nothing is ever reset, but words by who takes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHANNEL_WORDS_BYTES = 512 << 10
 VECTOR_BYTES = 16
 """What a thread loads or stores at once."""
 MOST_VECTORS = 32
-"""That a thread may await at once there, of all ranks: it has a bit of a word for each."""
+"""That announce themselves a thread may await at once, of all ranks: it has a bit of a word for each."""
 SPLIT_BYTES = 32
 """Three i64 that go with the first chunk of an uneven all-to-all; see ``kernels.gpu.all_to_all``."""
 

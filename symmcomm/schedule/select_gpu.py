@@ -25,9 +25,8 @@ _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
     (128, 1, 64), (256, 1, 80), (512, 1, 128), (384, 2, 128), (1024, 1, 128), (512, 3, 128), (1024, 1, NUM_CHANNELS),
     (1024, 2, NUM_CHANNELS), (512, 4, NUM_CHANNELS),
 )  # fmt: skip
-_WORDS_THREADS = (128, 256, 512)
 _MANY_RANKS = 4  # more than which a thread has one vector a turn, and more registers
-_MANY_THREADS = 384
+_WORDS_THREADS = ((128, 256, 512), (128, 256, 384))
 _EARLY_THREADS = 2304  # a CTA, times one more than there are ranks
 _WAIT_BYTES = 512 << 10  # that pass a link while a rank waits once more: so many more than two shots may one shot send
 _WORDS_FROM = 48 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
@@ -48,7 +47,8 @@ class Thresholds:
         ll_bytes: of a part, up to which LL pays in the other calls between two ranks.
         pull_bytes: of a part, from which on pulling from symmetric sources beats staging, in a reduce-scatter.
         all_reduce_push_bytes: of a symmetric tensor, from which on pushing beats all else in an all-reduce.
-        gather_push_bytes: of a part, from which on pushing into symmetric targets does in the calls that move data.
+        gather_push_bytes: of a part, from which on pushing into symmetric targets does in the calls that move data;
+            pulling from symmetric sources is next there, beyond ``words_bytes``.
         copy_engine_bytes: of a part, from which on the copy engines beat kernels.
     """
 
@@ -126,16 +126,16 @@ def granule(bits: int) -> int:
 def words_shape(part_bytes: int, world_size: int, num_sms: int) -> Launch | None:
     """LL without flags, for parts of that size: one turn of as few threads as do, else several, of as many vectors a
     thread as registers hold of all ranks, at least two of which fit a slot: no turn waits for a signal just sent (see
-    ``kernels.gpu.unflagged``). None where a slot has no room for as many threads as there are ranks, each of which
-    signals one, or a thread none for a vector of each."""
+    ``kernels.gpu.unflagged``). None where a thread has no room for a vector of each rank."""
     room = Layout.create(world_size).words_slot_bytes // VECTOR_BYTES
     num_vectors, most = max(1, -(-part_bytes // VECTOR_BYTES)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
-    unroll, largest = (2, _WORDS_THREADS[-1]) if world_size <= _MANY_RANKS else (1, _MANY_THREADS)
-    fitting = [each for each in _WORDS_THREADS if each <= min(room, largest) and each * most >= num_vectors]
+    sizes, unroll = _WORDS_THREADS[world_size > _MANY_RANKS], 2 if world_size <= _MANY_RANKS else 1
+    fitting = [each for each in sizes if each <= room and each * most >= num_vectors]
     unroll = 1 if fitting else unroll
-    threads = fitting[0] if fitting else min(largest, room // (64 * unroll) * 32)
-    if threads < world_size or world_size * unroll > MOST_VECTORS:
+    threads = fitting[0] if fitting else min(sizes[-1], room // (64 * unroll) * 32)
+    if world_size * unroll > MOST_VECTORS:
         return None
+    assert threads >= world_size, "each thread signals one"
     pieces = -(-num_vectors // (threads * unroll))
     grid = min(most, pieces)
     slots = 0 if fitting else 1 if -(-pieces // grid) * threads * unroll <= room else 2
@@ -145,7 +145,7 @@ def words_shape(part_bytes: int, world_size: int, num_sms: int) -> Launch | None
 def may_start_early(shape: Launch, world_size: int, granule: int = 16) -> bool:
     """Whether a kernel may take its place while the last one still runs (``kernels.gpu.context``): if it is so small
     that a CTA of it, one that waits behind it, and one of another communicator fit on an SM together. Its threads have
-    registers for what comes from each rank, and of words for the parts of vectors that are not aligned."""
+    registers for what comes from each rank; those of words need more where tensors are not aligned."""
     is_small = shape.algorithm in (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot) and shape.unroll == 1
     has_room = shape.threads * (world_size + 1) <= _EARLY_THREADS
     return is_small and has_room and shape.slots == 0 and granule == 16

@@ -12,7 +12,8 @@ import importlib
 import os
 
 _FOR_GPUS = os.environ.get("SYMMCOMM_PRELOAD") == "gpu"
-_ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # if there are GPUs, as the compiler's import does: CUDA outlives no fork
+_ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""The compiler's import asks torch whether there are GPUs; by NVML that does not start CUDA, which outlives no fork."""
 
 _modules = ["numpy", "torch", "torch.distributed", "numba", "pytest", "symmcomm.communicator"]
 if _FOR_GPUS:

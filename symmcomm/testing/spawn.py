@@ -116,11 +116,11 @@ def run_ranks(
                 environ = _merged({**launch, **(env or {})})
                 ranks.append(_Rank(rank, call, environ, Path(folder) / f"rank{rank}.txt"))
             if late := _collect(ranks, deadline, _GRIEF_S if check else timeout_s):
-                stacks = [f"--- rank {rank.rank} (pid {rank.process.pid})\n{rank.stacks()}" for rank in late]
-                failed = [rank.result().report() for rank in ranks if rank not in late and not rank.result().ok]
                 names, waited_s = [rank.rank for rank in late], timeout_s + time.monotonic() - deadline
-                text = "\n".join([f"ranks {names} had not ended after {waited_s:.0f} s", *stacks, *failed])
-                raise RanksTimeoutError(text, names)
+                failed = [rank.result().report() for rank in ranks if rank not in late and not rank.result().ok]
+                stacks = [f"--- rank {rank.rank} (pid {rank.process.pid})\n{rank.stacks()}" for rank in late]
+                first = f"ranks {names} had not ended after {waited_s:.0f} s" + ", others had failed" * bool(failed)
+                raise RanksTimeoutError("\n".join([first, *failed, *stacks]), names)
             results = [rank.result() for rank in ranks]
         finally:
             for rank_ in ranks:
@@ -178,10 +178,11 @@ def launch_command(
 
 def free_port() -> int:
     """A TCP port that was free a moment ago: below those that the kernel gives to connections, which come and go."""
-    last = _MOST_PORT
+    below = _MOST_PORT
     with contextlib.suppress(OSError, ValueError):
-        last = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.sample(range(_LEAST_PORT, max(last, _LEAST_PORT + 1)), min(100, max(last - _LEAST_PORT, 1))):
+        below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(_LEAST_PORT, below)
+    for port in random.sample(ports, 100) if len(ports) >= 1000 else ():
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port

@@ -25,7 +25,7 @@ from filelock import FileLock
 
 _PACKAGE = Path(__file__).parents[2]
 _FUNCTION = "symmcomm_kernel"
-_PATIENCE_S = 30.0  # for another process that compiles the same
+_PATIENCE_S = 10.0  # for another process that compiles the same
 _POLL_S = 0.01
 _loaded: dict[tuple[Any, str], Callable[..., None]] = {}
 
@@ -77,8 +77,10 @@ def _alone(path: Path) -> Iterator[None]:
         yield
     finally:
         if lock.is_locked:
-            Path(lock.lock_file).unlink(missing_ok=True)  # who waits for it still gets it
-            lock.release()
+            with suppress(OSError):
+                Path(lock.lock_file).unlink(missing_ok=True)  # who waits makes another
+            with suppress(OSError):
+                lock.release()
 
 
 def compile_kernel(kernel: Kernel, arch: str, options: str = "") -> Any:

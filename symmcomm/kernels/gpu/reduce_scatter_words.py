@@ -1,8 +1,8 @@
 """Reduce-scatter or all-reduce of any tensors: part p goes to rank p as vectors that announce themselves (see
 ``unflagged``), which it reduces with its own, in rank order.
 
-Beside LL cells a quarter less goes over the link; beside the staged kernel nothing is signalled, so nobody waits until
-a store has arrived. It takes as many turns as the parts have pieces.
+Beside LL cells a quarter less goes over the link; beside the staged kernel hardly anything is signalled, and nobody
+waits until a store has arrived.
 
 The output may be any part of the input: in each turn a thread has the same place in all parts, and has loaded it from
 all of them, as it sends AHEAD turns before, when it writes there.

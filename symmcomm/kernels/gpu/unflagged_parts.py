@@ -1,4 +1,4 @@
-"""Parts of equal size, anywhere in memory, as a job of ``unflagged``: a turn of all CTAs is a piece of each part."""
+"""Parts of equal size, anywhere in memory, as a job of ``unflagged``: CTAs take turns at pieces of all parts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class InTurns(Placed):
     """What kernels with such a job have in common.
 
     Attributes: ``vectors`` of 16 bytes a thread and turn: a CTA's must fit ``words_slot_bytes``, a thread's from all
-    ranks may be MOST_VECTORS. ``slots`` as of ``unflagged.carry_out``, ``granule`` as of ``PartsInTurns``. Launch with
-    at most NUM_WORDS_CHANNELS CTAs, of as many threads as there are ranks or more, and none without vectors.
+    ranks be at most MOST_VECTORS. ``slots`` as of ``unflagged.carry_out``, ``granule`` as of ``PartsInTurns``. Launch
+    with at most NUM_WORDS_CHANNELS CTAs, of as many threads as there are ranks or more, and none without vectors.
     """
 
     vectors: int

@@ -27,7 +27,7 @@ _LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
 )  # fmt: skip
 _MANY_RANKS = 4  # more than which a thread has one vector a turn, and more registers
 _WORDS_THREADS = ((128, 256, 512), (128, 256, 384))
-_EARLY_THREADS = 2304  # a CTA, times one more than there are ranks
+_EARLY_THREADS = 2560  # a CTA, times two more than there are ranks
 _WAIT_BYTES = 512 << 10  # that pass a link while a rank waits once more: so many more than two shots may one shot send
 _WORDS_FROM = 48 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (8 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
@@ -147,7 +147,7 @@ def may_start_early(shape: Launch, world_size: int, granule: int = 16) -> bool:
     that a CTA of it, one that waits behind it, and one of another communicator fit on an SM together. Its threads have
     registers for what comes from each rank; those of words need more where tensors are not aligned."""
     is_small = shape.algorithm in (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot) and shape.unroll == 1
-    has_room = shape.threads * (world_size + 1) <= _EARLY_THREADS
+    has_room = shape.threads * (world_size + 2) <= _EARLY_THREADS
     return is_small and has_room and shape.slots == 0 and granule == 16
 
 

@@ -152,8 +152,7 @@ def early_kernels(world_size: int) -> list[Any]:
     """Those of the largest early shapes of every algorithm."""
     dtypes = (DType.bfloat16, DType.float8_e4m3fn, DType.float64)
     shapes: dict[Any, Any] = {}
-    for exponent in range(10, 24):
-        part = 1 << exponent
+    for part in sorted([1 << exponent for exponent in range(10, 24)] + [128 * 384 * 16]):
         found: dict[Any, Launch] = {same: select_gpu.choose_all_gather(part, world_size, 132) for same in (True, False)}
         for dtype in dtypes:
             found[dtype] = select_gpu.choose_reduce_scatter(part, dtype, world_size, 132)
@@ -171,7 +170,7 @@ def early_kernels(world_size: int) -> list[Any]:
     return kernels
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 def test_three_ctas_of_kernels_that_start_early_fit_on_an_sm(world_size: int, tmp_path: Path) -> None:
     """One that runs, one that waits behind it, and one of another communicator."""
     kernels = early_kernels(world_size)

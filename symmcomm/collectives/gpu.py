@@ -26,7 +26,6 @@ from symmcomm.collectives.lists import check_lists
 from symmcomm.errors import ArgumentError, DTypeError
 from symmcomm.kernels.gpu import instances
 from symmcomm.kernels.gpu.barrier import Barrier
-from symmcomm.kernels.gpu.compile import Kernel
 from symmcomm.kernels.gpu.copy_engine import AllGatherCopyEngine
 from symmcomm.kernels.gpu.point_to_point import Message
 from symmcomm.kernels.gpu.words import StoreWords, SwapSignal
@@ -129,14 +128,11 @@ class GpuCollectives(GpuMemory):
         """The shape of an all-reduce on this world."""
         return select_gpu.choose(num_bytes, dtype, self.world_size, self.num_sms, symmetric, self.thresholds)
 
-    def kernel_of_all_reduce(self, shape: select_gpu.Launch, dtype: DType, op: Op, granule: int) -> Kernel:
-        """Its kernel."""
-        return instances.all_reduce(shape, dtype, op, self.world_size, self.arch_number, self.early, granule)
-
     def _direct(self, shape: select_gpu.Launch, dtype: DType, op: Op, count: int, keeps: bool = True) -> Call:
         """One kernel, in place. Unless it ``keeps`` the result, that goes elsewhere and is forgotten."""
-        forms = Forms(shape, partial(self.kernel_of_all_reduce, shape, dtype, op), self.compiled)
-        run, grid, own, num_bytes = self.run, shape.grid, self.heap.own_address, count * dtype.itemsize
+        kernel = partial(instances.all_reduce, shape, dtype, op, self.world_size, self.arch_number, self.early)
+        forms, run, grid, own = Forms(shape, kernel, self.compiled), self.run, shape.grid, self.heap.own_address
+        num_bytes = count * dtype.itemsize
         if shape.algorithm is Algorithm.two_shot:  # takes an offset
             return lambda address: run(forms[0], 0, address - own, count, grid)
         if keeps and shape.algorithm is not Algorithm.words:  # the smallest calls: their time is the host's

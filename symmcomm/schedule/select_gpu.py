@@ -127,14 +127,14 @@ def words_shape(part_bytes: int, world_size: int, num_sms: int) -> Launch | None
     """LL without flags, for parts of that size: one turn of as few threads as do, else several, of as many vectors a
     thread as registers hold of all ranks, at least two of which fit a slot: no turn waits for a signal just sent (see
     ``kernels.gpu.unflagged``). None where a thread has no room for a vector of each rank."""
+    sizes, unroll = _WORDS_THREADS[world_size > _MANY_RANKS], 2 if world_size <= _MANY_RANKS else 1
+    if world_size * unroll > MOST_VECTORS:
+        return None
     room = Layout.create(world_size).words_slot_bytes // VECTOR_BYTES
     num_vectors, most = max(1, -(-part_bytes // VECTOR_BYTES)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
-    sizes, unroll = _WORDS_THREADS[world_size > _MANY_RANKS], 2 if world_size <= _MANY_RANKS else 1
     fitting = [each for each in sizes if each <= room and each * most >= num_vectors]
     unroll = 1 if fitting else unroll
     threads = fitting[0] if fitting else min(sizes[-1], room // (64 * unroll) * 32)
-    if world_size * unroll > MOST_VECTORS:
-        return None
     assert threads >= world_size, "each thread signals one"
     pieces = -(-num_vectors // (threads * unroll))
     grid = min(most, pieces)

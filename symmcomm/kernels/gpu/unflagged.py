@@ -24,6 +24,7 @@ signal e - 1 of all peers: release and acquire, at system scope. It was sent lon
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +57,7 @@ KEY = (0x9E3779B9, 0x7F4A7C15, 0xF39CC060, 0x5CEDC834)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(ABC):
     """What moves, in turns: of each a thread has ``vectors``.
 
     Attributes: ``epoch`` of the first slot (None: not known yet). ``same``: all peers get the same. ``sender``: the
@@ -70,23 +71,23 @@ class Job:
     same: bool
     sender: Any = None
 
+    @abstractmethod
     def load(self, hop: int, turn: Any) -> list[list[Any]]:
         """The thread's vectors for the rank ``hop`` further on (that all get the ``same`` included); zeros beyond the
         data."""
-        raise NotImplementedError
 
+    @abstractmethod
     def live(self, turn: Any) -> list[Any]:
         """Which of them are sent and awaited: on all ranks alike."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self, turn: Any, going: Any) -> Any:
         """Uses what the peers have sent, if ``going``. Whether to go on: that, and all came."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def num_turns(self) -> Any:
         """Of this CTA, at least one."""
-        raise NotImplementedError
 
     def sent_by(self, rank: Any) -> Any:
         """Whether that rank sends."""

@@ -136,6 +136,8 @@ def test_reduce(gpu: Dry) -> None:
         assert gpu.kernels() == ["ReduceScatterLL"]
         gpu.reduce(torch.ones(MI), dst, "max")
         assert gpu.kernels()[-1] == "ReduceScatterWords"
+        gpu.reduce(torch.ones(MI, dtype=torch.int32), dst, "max")
+        assert gpu.kernels()[-1] == "ReduceScatterWords"
 
 
 def test_the_result_of_reduce_stays_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

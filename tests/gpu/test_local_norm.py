@@ -346,6 +346,23 @@ def test_exchange_norm_to_float8(world_size: int, scatter: bool) -> None:
 
 
 @DTYPES
+def test_words_of_ones(dtype: DType) -> None:
+    """NaN with all bits set, in a word of its own, beside a number, and everywhere: it comes as NaN, and arrives."""
+    world, bits = world_of(2), {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    problem = Problem(dtype, 3, 256, 2, with_bias=True)
+    problem.bias.zero_()
+    for rank, (first, last) in enumerate(((0, 2), (3, 4))):
+        problem.sources[rank].view(bits)[0, first:last] = -1
+    problem.sources[0].view(bits)[1] = -1
+    problem.sources[0][2], problem.sources[1][2], problem.residual[2] = -0.0, -0.0, -0.0
+    for shape in (*ll_shapes(world, 3)[:1], staged_shapes(world, 3, dtype)[0]):
+        for mine in exchange(world, problem, shape):
+            assert_same(mine.new_residual.flatten(), problem.new_residual.flatten(), str(shape))
+            assert bool(mine.output[:2].isnan().all())
+            assert bool((mine.output[2] == 0).all())
+
+
+@DTYPES
 def test_vectors_that_would_be_taken_for_nothing(dtype: DType) -> None:
     """All of them, and zeros with a sign."""
     world = world_of(2)

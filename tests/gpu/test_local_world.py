@@ -242,6 +242,23 @@ def test_special_values(dtype: DType, op: Op) -> None:
     assert_same(zero(first), zero(expected), f"{algorithm.name} {dtype.name} {op.name}")
 
 
+@pytest.mark.parametrize("dtype", [d for d in DType if d.is_floating_point and d.itemsize <= 4], ids=lambda d: d.name)
+def test_words_of_ones(dtype: DType) -> None:
+    """NaN, in every place of a vector."""
+    world, size, count = world_of(2), dtype.itemsize, 64 // dtype.itemsize
+    buffers, shape = Buffers(world, dtype, count, False), select_gpu.words_shape(64, 2, world.num_sms)
+    assert shape is not None
+    given = arguments(buffers, shape)
+    for place in range(16):
+        parts = inputs(dtype, Op.sum, 2, count, seed=place)
+        parts[place % 2].view(torch.uint8)[4 * place : 4 * place + 4] = 0xFF
+        buffers.fill(parts)
+        world.launch(kernel(world, shape, dtype, Op.sum, given), given)
+        for rank, result in enumerate(buffers.results()):
+            assert world.record(rank) is None
+            assert_same(result, reduced(parts, dtype, Op.sum), f"word {place} of {size} bytes each")
+
+
 @pytest.mark.parametrize("dtype", [DType.bfloat16, DType.int32, DType.uint8, DType.float64], ids=lambda d: d.name)
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_vectors_that_would_be_taken_for_nothing(world_size: int, dtype: DType) -> None:

@@ -116,7 +116,9 @@ def test_what_starts_early_is_small() -> None:
     for num_bytes, early in ((1 << 10, True), (1 << 17, True), (1 << 20, True), (1 << 21, False), (1 << 25, False)):
         assert may_start_early(choose(num_bytes, DType.bfloat16, 2, 132), 2) == early
     assert not may_start_early(choose(1 << 17, DType.bfloat16, 2, 132), 2, granule=2)
-    for world_size, part, early in ((3, 1 << 20, True), (4, 1 << 19, True), (4, 1 << 20, False), (8, 1 << 19, True)):
+    for world_size, part, early in (
+        (3, 1 << 20, True), (4, 1 << 19, True), (4, 1 << 20, False), (8, 1 << 19, True), (8, 1 << 20, False),
+    ):  # fmt: skip
         shape = choose_reduce_scatter(part, DType.bfloat16, world_size, 132)
         assert may_start_early(shape, world_size) == early
 

@@ -68,6 +68,7 @@ class Rank:
         self._case: Case | None = None
         self._ordinary: dict[int, Buffers] = {}
         self._bound: dict[str, _Bound] = {}
+        gc.freeze()  # a collection after each case need not look at what was imported
 
     def carry_out(self, command: Command) -> Answer:
         """The answer of this rank. All ranks are given the same command at about the same time."""

@@ -8,13 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from filelock import FileLock
-
 from symmcomm.kernels.cache import private_folder
+from symmcomm.kernels.lock import alone
 
 T = TypeVar("T")
 
 _PACKAGE = Path(__file__).parents[1]
+_PATIENCE_S = 60.0  # for another process; a function takes seconds
 
 
 def _lock_path() -> Path:
@@ -32,8 +32,8 @@ def cache_folder() -> Path:
 
 def compile_once(compile_: Callable[[], T]) -> T:
     """Runs a cached compilation while no other process of this user does: ranks that start together would otherwise
-    all compile the same function at the same time. The lock is the kernel's, so a killed process leaves none."""
-    with FileLock(_lock_path()):
+    all compile the same function at the same time."""
+    with alone(_lock_path(), _PATIENCE_S):
         _drop_stale_cache()
         return compile_()
 

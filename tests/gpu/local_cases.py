@@ -19,7 +19,8 @@ WORLDS = (2, 3, 4, 5, 8)
 DATA_BYTES = 24 << 20
 COUNTS = (1, 2, 3, 7, 8, 9, 64, 127, 1000, 4099)
 PERIOD = 99_991
-"""After so many elements long inputs repeat: a prime, so that no two chunks, parts or ranks have the same ones."""
+"""After so many elements long inputs repeat: a prime, so that no two chunks, parts or ranks have the same ones. To make
+and to check megabytes that do not would take the host longer than the calls take."""
 POISON = 0x5A
 MARGIN = 256
 ALIGNMENT = 512

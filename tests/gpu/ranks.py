@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_cases import repeated
 
 import symmcomm
 from symmcomm import Communicator, Settings
@@ -72,7 +73,7 @@ def in_turn(bodies: Sequence[Callable[[int], None]], num_gpus: int) -> None:
 
 def pattern(rank: int, num_bytes: int) -> torch.Tensor:
     """Bytes that tell rank and place, on the host."""
-    return ((torch.arange(num_bytes) * 7 + 31 * rank + 1) % 251).to(torch.uint8)
+    return repeated(((torch.arange(251) * 7 + 31 * rank + 1) % 251).to(torch.uint8), num_bytes)
 
 
 def filled(rank: int, count: int, dtype: torch.dtype, shift: int = 0) -> torch.Tensor:

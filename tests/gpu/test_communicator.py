@@ -8,11 +8,12 @@ from functools import lru_cache
 
 import pytest
 import torch
+from local_cases import PERIOD, repeated
 from ranks import NEEDS_GPU, PAIR, STAGING, WORLDS, communicator, filled, host, in_turn, put, same, start
 
 from symmcomm import Communicator
 from symmcomm.schedule.dtypes import DType, Op, supports
-from symmcomm.testing.oracle import check_reduction, make_input, torch_dtype
+from symmcomm.testing.oracle import check_bits, check_reduction, make_input, torch_dtype
 
 pytest.importorskip("cutlass")
 pytestmark = NEEDS_GPU
@@ -24,16 +25,23 @@ MOVED = (torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64
 
 @lru_cache(maxsize=1)
 def inputs(world_size: int, count: int, dtype: DType, seed: int) -> list[torch.Tensor]:
-    """All ranks', on the host: of megabytes they take longer than the call."""
-    return [make_input(rank, count, dtype, seed) for rank in range(world_size)]
+    """All ranks', on the host, with awkward values: of ``count`` elements those up to where they repeat."""
+    return [make_input(rank, min(count, PERIOD), dtype, seed) for rank in range(world_size)]
+
+
+def check_repeated(got: torch.Tensor, parts: list[torch.Tensor], dtype: DType, op: Op, what: str) -> None:
+    """``got`` is the reduction of sequences that begin with ``parts`` and repeat: its beginning is, and it repeats."""
+    got, period = got.cpu(), len(parts[0])
+    check_reduction(got[:period], [part[: len(got)] for part in parts], dtype, op, what)
+    check_bits(got[period:], got[: max(len(got) - period, 0)], f"{what}, from element {period}")
 
 
 def check_one(comm: Communicator, dtype: DType, op: Op, count: int, tensor: torch.Tensor) -> None:
-    """One all-reduce of ``tensor``, with awkward values."""
+    """One all-reduce of ``tensor``."""
     parts = inputs(comm.world_size, count, dtype, count + op)
-    tensor.copy_(parts[comm.rank])
+    tensor.copy_(repeated(parts[comm.rank], count))
     comm.all_reduce(tensor, op.name)
-    check_reduction(tensor.cpu(), parts, dtype, op, f"all_reduce {dtype.name} {op.name} {count}")
+    check_repeated(tensor, parts, dtype, op, f"all_reduce {dtype.name} {op.name} {count}")
 
 
 def every_reduction(num_gpus: int) -> None:
@@ -72,13 +80,13 @@ def reduce_and_scatter(num_gpus: int) -> None:
             (DType.int32, Op.bxor, (1 << 20) + 1),
         ]:  # fmt: skip
             kind = torch_dtype(dtype)
-            parts = [make_input(peer, size * count, dtype, count) for peer in range(size)]
+            parts = inputs(size, size * count, dtype, count)
             input = torch.empty(size * count, dtype=kind, device="cuda")
-            input.copy_(parts[rank])
+            input.copy_(repeated(parts[rank], size * count))
             output = torch.empty(count, dtype=kind, device="cuda")
             comm.reduce_scatter_tensor(output, input, op.name)
-            mine = [part[rank * count : (rank + 1) * count] for part in parts]
-            check_reduction(output.cpu(), mine, dtype, op, f"reduce_scatter {dtype.name} {count}")
+            mine = [part.roll(-rank * count) for part in parts]
+            check_repeated(output, mine, dtype, op, f"reduce_scatter {dtype.name} {count}")
             inside = input[rank * count : (rank + 1) * count]
             comm.reduce_scatter_tensor(inside, input, op.name)
             assert torch.equal(inside.cpu().view(torch.uint8), output.cpu().view(torch.uint8)), "inside the input"
@@ -91,11 +99,11 @@ def reduce_and_scatter(num_gpus: int) -> None:
         same(output, numbers.to(torch.bfloat16), "reduce_scatter of a symmetric tensor")
         for count in (5, 1000, LARGE // 4):
             for dst in range(size):
-                parts = [make_input(peer, count, DType.float32, count) for peer in range(size)]
-                tensor = parts[rank].cuda()
+                parts = inputs(size, count, DType.float32, count)
+                tensor = repeated(parts[rank], count).cuda()
                 comm.reduce(tensor, dst)
                 expected = parts if dst == rank else [parts[rank]]
-                check_reduction(tensor.cpu(), expected, DType.float32, Op.sum, f"reduce to {dst}")
+                check_repeated(tensor, expected, DType.float32, Op.sum, f"reduce to {dst}")
 
 
 def moves(num_gpus: int) -> None:

@@ -297,7 +297,7 @@ def test_nobody_waits_for_long_for_another_process(tmp_path: Path, monkeypatch: 
     kernel = ll(DType.float32, Op.sum, "sm_90a", 2)
     monkeypatch.setattr(module, "_loaded", {})
     monkeypatch.setattr(module, "_PATIENCE_S", 0.1)
-    with FileLock(tmp_path / f"{module._digest(kernel, 'sm_90a')}.o.lock"):
+    with FileLock(tmp_path / f"{module._digest(kernel, 'sm_90a')}.lock"):
         compiled(kernel, "sm_90a", tmp_path)
     assert [*tmp_path.glob("*.o")]
 

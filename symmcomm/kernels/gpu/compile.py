@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,12 +21,12 @@ import cutlass
 import cutlass.cute as cute
 import tvm_ffi
 from cutlass.cute.runtime import load_module, make_fake_stream
-from filelock import FileLock
+
+from symmcomm.kernels.lock import alone
 
 _PACKAGE = Path(__file__).parents[2]
 _FUNCTION = "symmcomm_kernel"
 _PATIENCE_S = 10.0  # for another process that compiles the same
-_POLL_S = 0.01
 _loaded: dict[tuple[Any, str], Callable[..., None]] = {}
 
 
@@ -60,27 +60,10 @@ def compiled(kernel: Kernel, arch: str, directory: Path | None = None) -> Callab
         path = (directory or default_directory()) / f"{_digest(kernel, arch)}.o"
         found = _cached(path)
         if found is None:
-            with _alone(path):
+            with alone(path.with_suffix(".lock"), _PATIENCE_S):
                 found = _cached(path) or _build(kernel, arch, path)
         _loaded[kernel, arch] = found
     return found
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One process at a time makes an object; but two may, where the folder has no locks, or one takes very long."""
-    lock = FileLock(f"{path}.lock", timeout=_PATIENCE_S)
-    with suppress(OSError, NotImplementedError):  # TimeoutError is an OSError
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(poll_interval=_POLL_S)
-    try:
-        yield
-    finally:
-        if lock.is_locked:
-            with suppress(OSError):
-                Path(lock.lock_file).unlink(missing_ok=True)  # who waits makes another
-            with suppress(OSError):
-                lock.release()
 
 
 def compile_kernel(kernel: Kernel, arch: str, options: str = "") -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from symmcomm.testing.spawn import launch_command
+from symmcomm.testing.launch import launch_command
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 ENV = {

@@ -18,7 +18,8 @@ from symmcomm.bench.mpi_installations import MPIInstallation
 from symmcomm.bench.rank import Command
 from symmcomm.bench.timer import Answer
 from symmcomm.errors import SymmCommError
-from symmcomm.testing.spawn import descendants, free_port
+from symmcomm.testing.launch import descendants
+from symmcomm.testing.spawn import free_port
 
 _LOOK_S = 0.1
 _GRACE_S = 2.0

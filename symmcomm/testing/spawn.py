@@ -1,7 +1,8 @@
-"""Run a function on several ranks, each a fresh process of this host, with a hard limit in time.
+"""Run a function on several ranks, each a process of this host, with a hard limit in time.
 
 Ranks are forked from a server that has torch and Numba loaded already, so a world starts in milliseconds. Whatever
-happens, no rank outlives the call: late ranks are killed, and the kernel kills the ranks of a caller that dies.
+happens, no rank outlives the call, or the pool that it is of: late ranks are killed, and the kernel kills the ranks of
+a caller that dies.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import pickle
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -31,7 +31,6 @@ from typing import Any
 
 _DUMP_SIGNAL = signal.SIGUSR2
 _DUMP_PATIENCE_S = 0.5
-_TERMINATE_PATIENCE_S = 2.0
 _GRIEF_S = 20.0  # for the others to end after a rank has failed that should not
 _LEAST_PORT, _MOST_PORT = 10_000, 32_768
 
@@ -87,8 +86,9 @@ def run_ranks(
     timeout_s: float = 60.0,
     env: Mapping[str, str | None] | None = None,
     check: bool = True,
+    pool: RankPool | None = None,
 ) -> list[RankResult]:
-    """Calls ``fn(*args)`` in ``world_size`` new processes and returns their results, by rank.
+    """Calls ``fn(*args)`` in ``world_size`` processes, new ones or a pool's, and returns their results, by rank.
 
     Each rank sees this process's environment and ``sys.path``, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT,
     then ``env`` (``None`` as a value removes a variable). torch is loaded by then: variables that a library reads
@@ -98,6 +98,7 @@ def run_ranks(
         fn: a function that can be imported by name; its arguments and its value are pickled.
         timeout_s: seconds after which all ranks are killed.
         check: whether a failed rank raises RankFailedError; tests of faults pass ``False``.
+        pool: keeps the ranks for its next call if all return.
 
     Raises:
         RankFailedError: with every failed rank's traceback.
@@ -108,26 +109,48 @@ def run_ranks(
     deadline = time.monotonic() + timeout_s
     call = pickle.dumps((fn, args))
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="symmcomm-ranks-") as folder:
-        try:
-            for rank in range(world_size):
-                launch = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), **address}
-                environ = _merged({**launch, **(env or {})})
-                ranks.append(_Rank(rank, call, environ, Path(folder) / f"rank{rank}.txt"))
-            if late := _collect(ranks, deadline, _GRIEF_S if check else timeout_s):
-                names, waited_s = [rank.rank for rank in late], timeout_s + time.monotonic() - deadline
-                failed = [rank.result().report() for rank in ranks if rank not in late and not rank.result().ok]
-                stacks = [f"--- rank {rank.rank} (pid {rank.process.pid})\n{rank.stacks()}" for rank in late]
-                first = f"ranks {names} had not ended after {waited_s:.0f} s" + ", others had failed" * bool(failed)
-                raise RanksTimeoutError("\n".join([first, *failed, *stacks]), names)
-            results = [rank.result() for rank in ranks]
-        finally:
-            for rank_ in ranks:
-                rank_.kill()
-    if check and not all(result.ok for result in results):
+    keep, pool = pool is not None, pool or RankPool()
+    well = False
+    try:
+        ranks = pool.ranks(world_size)
+        for rank in ranks:
+            launch = {"RANK": str(rank.rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank.rank), **address}
+            rank.call(call, merged({**launch, **(env or {})}))
+        if late := _collect(ranks, deadline, _GRIEF_S if check else timeout_s, keep):
+            names, waited_s = [rank.rank for rank in late], timeout_s + time.monotonic() - deadline
+            failed = [rank.result().report() for rank in ranks if rank not in late and not rank.result().ok]
+            stacks = [f"--- rank {rank.rank} (pid {rank.process.pid})\n{rank.stacks()}" for rank in late]
+            first = f"ranks {names} had not ended after {waited_s:.0f} s" + ", others had failed" * bool(failed)
+            raise RanksTimeoutError("\n".join([first, *failed, *stacks]), names)
+        results = [rank.result() for rank in ranks]
+        well = all(result.ok for result in results)
+    finally:
+        if not (keep and well):
+            pool.close()
+    if check and not well:
         raise RankFailedError(results)
     return results
+
+
+class RankPool:
+    """Ranks that outlive a call: those of the next need not start, nor load what they have. For functions that leave
+    nothing behind; variables that a library reads only once stay those of a rank's first call."""
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+
+    def ranks(self, world_size: int) -> list[_Rank]:
+        """The first of them, new where there are too few or one has ended."""
+        if not all(rank.process.is_alive() for rank in self._ranks):
+            self.close()
+        while len(self._ranks) < world_size:
+            self._ranks.append(_Rank(len(self._ranks)))
+        return self._ranks[:world_size]
+
+    def close(self) -> None:
+        """Ends all ranks, whatever they do."""
+        while self._ranks:
+            self._ranks.pop().kill()
 
 
 def _fork_server() -> ForkServerContext:
@@ -143,37 +166,6 @@ def _warm_fork_server() -> None:
     process = _fork_server().Process(target=int)
     process.start()
     process.join()
-
-
-def launch_command(
-    argv: Sequence[str | os.PathLike[str]], timeout_s: float, env: Mapping[str, str | None] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs a command (``torchrun``, ``mpirun``, ``symmcomm`` …) in its own process group and returns its text output.
-
-    Args:
-        timeout_s: seconds after which the command and all its descendants are killed.
-        env: added to this process's environment; ``None`` as a value removes a variable.
-
-    Raises:
-        subprocess.TimeoutExpired: with the output up to then.
-    """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-
-        def text(file: Any) -> str:
-            file.seek(0)
-            return str(file.read())
-
-        process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=_merged(env or {}), start_new_session=True
-        )
-        try:
-            returncode = process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            _kill_tree(process)
-            raise subprocess.TimeoutExpired(error.cmd, timeout_s, text(out), text(err)) from None
-        finally:
-            _kill_tree(process)
-        return subprocess.CompletedProcess(argv, returncode, text(out), text(err))
 
 
 def free_port() -> int:
@@ -192,27 +184,37 @@ def free_port() -> int:
 
 
 class _Rank:
-    """The parent's view of one rank: its process, the pipe of its outcome, the file of its stacks."""
+    """The parent's view of one rank: its process, the pipe of calls and outcomes, the file of its stacks."""
 
-    def __init__(self, rank: int, call: bytes, environ: dict[str, str], stack_file: Path) -> None:
+    def __init__(self, rank: int) -> None:
         context = _fork_server()
         self.rank = rank
-        self.connection, sender = context.Pipe(duplex=False)
-        self._stack_file = stack_file
+        self.connection, theirs = context.Pipe()
+        handle, stack_file = tempfile.mkstemp(prefix="symmcomm-stacks-")
+        os.close(handle)
+        self._stack_file = Path(stack_file)
         self._outcome: dict[str, Any] = {}
-        self.process = ForkServerProcess(
-            target=_rank_main, args=(call, environ, sender, str(stack_file)), name=f"rank{rank}"
-        )
+        self.process = ForkServerProcess(target=_rank_main, args=(theirs, stack_file), name=f"rank{rank}")
         self.process.start()
-        sender.close()
+        theirs.close()
 
-    def receive(self) -> None:
-        """Takes the outcome. A rank killed while it wrote has none."""
+    def call(self, call: bytes, environ: Mapping[str, str]) -> None:
+        """Asks for an outcome. A rank that has ended is found by who waits for it."""
+        self._outcome = {}
+        with contextlib.suppress(OSError):
+            self.connection.send((call, dict(environ)))
+
+    def receive(self, keep: bool) -> bool:
+        """Takes the outcome, of which a rank killed while it wrote has none; whether the rank then waits for another
+        call, as it does if it is to be kept and has not failed."""
         try:
             self._outcome = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
             self._outcome = self._outcome or {}
-        self.connection.close()
+        waits = keep and "value" in self._outcome
+        if not waits:
+            self.connection.close()
+        return waits
 
     def stacks(self) -> str:
         """Asks a live rank for its Python stacks; a rank that is stopped or crashed says nothing."""
@@ -228,12 +230,15 @@ class _Rank:
         return self._stack_file.read_text() if self._stack_file.exists() else ""
 
     def result(self) -> RankResult:
-        """The result of a rank that has ended."""
-        self.process.join()
+        """The result of a rank that has ended, or waits for another call."""
+        exitcode: int | None = 0
+        if self.connection.closed:
+            self.process.join()
+            exitcode = self.process.exitcode
         assert self.process.pid is not None
-        assert self.process.exitcode is not None
+        assert exitcode is not None
         outcome = {"traceback": self._crash_report(), **self._outcome}
-        return RankResult(self.rank, self.process.pid, self.process.exitcode, **outcome)
+        return RankResult(self.rank, self.process.pid, exitcode, **outcome)
 
     def kill(self) -> None:
         """Ends the rank and everything it started, if anything is left of them."""
@@ -244,11 +249,12 @@ class _Rank:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()
+        self._stack_file.unlink(missing_ok=True)
 
 
-def _collect(ranks: Sequence[_Rank], deadline: float, grief_s: float) -> list[_Rank]:
-    """Waits until all ranks have ended, taking outcomes as they come; returns the ranks that are late. Once one has
-    failed the others have ``grief_s`` left."""
+def _collect(ranks: Sequence[_Rank], deadline: float, grief_s: float, keep: bool) -> list[_Rank]:
+    """Waits until all ranks have ended (``keep``: or have returned), taking outcomes as they come; returns the ranks
+    that are late. Once one has failed the others have ``grief_s`` left."""
     running = {rank.process.sentinel: rank for rank in ranks}
     while running:
         readable: dict[Connection | int, _Rank] = {
@@ -259,42 +265,59 @@ def _collect(ranks: Sequence[_Rank], deadline: float, grief_s: float) -> list[_R
             break
         for source in ready:
             if source in readable:
-                readable[source].receive()
+                if readable[source].receive(keep):
+                    del running[readable[source].process.sentinel]
             elif source in running and running[source].connection.closed:
                 ended = running.pop(source)
                 deadline = min(deadline, math.inf if ended.result().ok else time.monotonic() + grief_s)
     return list(running.values())
 
 
-def _rank_main(call: bytes, environ: Mapping[str, str], sender: Connection, stack_file: str) -> None:
-    """The body of a rank's process."""
+def _rank_main(connection: Connection, stack_file: str) -> None:
+    """The body of a rank's process: calls, until one fails or nobody is left to ask for another."""
     os.setpgid(0, 0)
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell ignores it
-    os.environ.clear()
-    os.environ.update(environ)
+    well = True
     with open(stack_file, "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(_DUMP_SIGNAL, stacks)
-        outcome: dict[str, Any]
-        try:
-            if "torch" in sys.modules:
-                sys.modules["torch"].set_num_threads(1)
-            fn, args = pickle.loads(call)
-            outcome = {"value": fn(*args)}
-            message = pickle.dumps(outcome)
-        except SystemExit:
-            sender.close()
-            raise
-        except BaseException as error:  # the caller decides, about Ctrl-C too
-            outcome = {"error": _portable(error), "traceback": traceback.format_exc()}
-            message = pickle.dumps(outcome)
-        sender.send_bytes(message)
-        sender.close()
+        while well and (asked := _next_call(connection)):
+            well = _answer(connection, *asked)
         faulthandler.unregister(_DUMP_SIGNAL)
         faulthandler.enable()
-    if "error" in outcome:
+    connection.close()
+    if not well:
         sys.exit(1)
+
+
+def _next_call(connection: Connection) -> tuple[bytes, dict[str, str]] | None:
+    try:
+        asked: tuple[bytes, dict[str, str]] = connection.recv()
+        return asked
+    except (EOFError, OSError):
+        return None
+
+
+def _answer(connection: Connection, call: bytes, environ: Mapping[str, str]) -> bool:
+    """Carries out a call and sends its outcome; whether it returned."""
+    os.environ.clear()
+    os.environ.update(environ)
+    outcome: dict[str, Any]
+    try:
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
+        fn, args = pickle.loads(call)
+        outcome = {"value": fn(*args)}
+        message = pickle.dumps(outcome)
+    except SystemExit:
+        connection.close()
+        raise
+    except BaseException as error:  # the caller decides, about Ctrl-C too
+        outcome = {"error": _portable(error), "traceback": traceback.format_exc()}
+        message = pickle.dumps(outcome)
+    connection.send_bytes(message)
+    return "value" in outcome
 
 
 def _die_with_parent() -> None:
@@ -318,32 +341,6 @@ def _portable(error: BaseException) -> BaseException:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _merged(env: Mapping[str, str | None]) -> dict[str, str]:
+def merged(env: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment and ``env``, in which ``None`` removes a variable."""
     return {name: value for name, value in {**os.environ, **env}.items() if value is not None}
-
-
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kills a command's process group and its descendants (torchrun and mpirun give ranks groups of their own).
-
-    A launcher gets the chance to end its ranks itself; descendants are looked up before their parents are gone.
-    """
-    tree = [process.pid, *descendants(process.pid)] if process.poll() is None else []
-    if tree:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_TERMINATE_PATIENCE_S)
-    for pid in tree[1:]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Of a process, as far as they can be seen."""
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for child in children.read_text().split():
-                yield int(child)
-                yield from descendants(int(child))

@@ -21,7 +21,7 @@ from symmcomm.bench.run import PEERS, start_teams
 from symmcomm.bench.team import SpawnedTeam, TeamError
 from symmcomm.cli import app
 from symmcomm.schedule.dtypes import DType, Op
-from symmcomm.testing.spawn import launch_command
+from symmcomm.testing.launch import launch_command
 
 WORLD = 3
 ON_CPU = ["--device", "cpu"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from symmcomm.testing.spawn import launch_command
+from symmcomm.testing.launch import launch_command
 
 SCRIPT = str(Path(__file__).with_name("gather_script.py"))
 PYTHONPATH = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from symmcomm.testing.spawn import launch_command
+from symmcomm.testing.launch import launch_command
 
 ROOT = Path(__file__).parents[2]
 installed = pytest.mark.skipif(

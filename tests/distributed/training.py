@@ -4,8 +4,12 @@ torch's default device."""
 from __future__ import annotations
 
 import copy
+import itertools
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +39,29 @@ ADAM_EPS = 1e-4
 """Above the gradients' rounding errors. With torch's 1e-8 Adam blows those up where a gradient is near 0: on gloo,
 float32 is then off by 3e-3 from float64."""
 
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+ROUGHLY = {"rtol": 1e-2, "atol": 1e-2}  # gradients are rounded to 16 bits
+
 Results = list[torch.Tensor]
+
+
+@lru_cache(maxsize=1)
+def _stores(host: str, port: int, rank: int, size: int) -> Iterator[dist.Store]:
+    """Parts of one store, one after the other."""
+    store = dist.TCPStore(host, port, size, rank == 0)
+    return (dist.PrefixStore(str(number), store) for number in itertools.count())
+
+
+@contextmanager
+def process_group(backend: str) -> Iterator[dist.ProcessGroup]:
+    """A default group after which this process may make another one, as they share a store. torch's own goes with its
+    group, but a rank that comes to the next one early still finds it."""
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store = next(_stores(os.environ["MASTER_ADDR"], port, rank, size))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    yield dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def device() -> torch.device:
@@ -298,3 +324,12 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "model parallel": ("tensor", "sequence", "dtensor", "pipeline", "functional", "mesh"),
 }
 """Beginnings of the names of scenarios that are run in one world."""
+
+
+def check_same(expected: Mapping[str, Results], got: Mapping[str, Results]) -> None:
+    """Of each scenario, by name, what two backends gave."""
+    for name, results in expected.items():
+        assert len(results) == len(got[name]) > 0, name
+        tolerance = ROUGHLY if "hook" in name or "mixed" in name else TOLERANCE
+        for number, (left, right) in enumerate(zip(results, got[name], strict=True)):
+            torch.testing.assert_close(right, left, **tolerance, msg=lambda text, n=number, s=name: f"{s} {n}: {text}")

@@ -15,7 +15,7 @@ from symmcomm.bench.method import Device, Method, Timing
 from symmcomm.bench.run import start_teams
 from symmcomm.bench.timing import measure
 from symmcomm.schedule.dtypes import DType, Op
-from symmcomm.testing.spawn import launch_command
+from symmcomm.testing.launch import launch_command
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not NUM_GPUS, reason="no CUDA device")]

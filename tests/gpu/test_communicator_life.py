@@ -30,7 +30,7 @@ from symmcomm import (
     Settings,
 )
 from symmcomm.schedule import layout_gpu as at
-from symmcomm.testing.spawn import launch_command
+from symmcomm.testing.launch import launch_command
 
 pytest.importorskip("cutlass")
 pytestmark = NEEDS_GPU

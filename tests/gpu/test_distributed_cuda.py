@@ -35,7 +35,6 @@ SHARED = NUM_GPUS < 2
 CPU_ONLY = ("sparse", "tags", "any source", "objects")  # NCCL knows no tags; objects travel by the CPU in any case
 BY_NCCL = ("exchange", "pipeline", "ddp, PowerSGD hook") if SHARED else ()  # left out then; the hook asks for CUDA
 REFERENCE, REFERENCE_DEVICE = ("gloo", "cpu") if SHARED else ("nccl", "cuda")
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 needs_nccl = pytest.mark.skipif(SHARED, reason="NCCL needs a GPU for each rank")
 
 
@@ -53,10 +52,8 @@ def set_device() -> None:
 def world(backend: str = BACKEND) -> Iterator[SymmProcessGroup]:
     warnings.simplefilter("ignore")
     set_device()
-    dist.init_process_group(backend)
-    yield dist.group.WORLD
-    dist.barrier()
-    dist.destroy_process_group()
+    with training.process_group(backend) as group:
+        yield group
     assert torch.ones(1000, device="cuda").sum().item() == 1000  # the context is alive
 
 
@@ -110,17 +107,11 @@ def test_empty_and_uneven() -> None:
 
 
 def trained(names: list[str]) -> None:
-    results: dict[tuple[str, str], list[torch.Tensor]] = {}
+    results: list[dict[str, training.Results]] = []
     for backend, device in ((REFERENCE, REFERENCE_DEVICE), (BACKEND, "cuda")):
         with world(backend), torch.device(device):
-            for name in names:
-                results[backend, name] = [tensor.cpu() for tensor in training.SCENARIOS[name]()]
-    for name in names:
-        expected, got = results[REFERENCE, name], results[BACKEND, name]
-        assert len(expected) == len(got) > 0, name
-        tolerance = {"rtol": 1e-2, "atol": 1e-2} if "hook" in name or "mixed" in name else TOLERANCE
-        for number, (left, right) in enumerate(zip(expected, got, strict=True)):
-            torch.testing.assert_close(right, left, **tolerance, msg=lambda text, n=number, s=name: f"{s} {n}: {text}")
+            results.append({name: [tensor.cpu() for tensor in training.SCENARIOS[name]()] for name in names})
+    training.check_same(*results)
 
 
 @pytest.mark.parametrize("family", training.FAMILIES)

@@ -1,4 +1,4 @@
-"""run_ranks and launch_command: what comes back, and that nothing is left running."""
+"""run_ranks: what comes back, and that nothing is left running."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from symmcomm.testing import spawn
-from symmcomm.testing.spawn import RankFailedError, RanksTimeoutError, launch_command, run_ranks
+from symmcomm.testing.spawn import RankFailedError, RankPool, RanksTimeoutError, run_ranks
 
 
 def launch_variables() -> tuple[str, ...]:
@@ -184,13 +185,49 @@ def test_ranks_die_with_their_caller(tmp_path: Path) -> None:
     assert all(eventually_gone(pid) for pid in pids)
 
 
-def test_command_returns_its_text() -> None:
-    done = launch_command(["sh", "-c", "echo $GREETING; echo oops >&2; exit 3"], 10.0, {"GREETING": "hi"})
-    assert (done.returncode, done.stdout, done.stderr) == (3, "hi\n", "oops\n")
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
-def test_late_command_is_killed_with_its_descendants() -> None:
-    with pytest.raises(subprocess.TimeoutExpired) as caught:
-        launch_command(["sh", "-c", "setsid sleep 600 & echo $!; trap '' TERM; while :; do sleep 1; done"], 1.0)
-    assert isinstance(caught.value.output, str)
-    assert eventually_gone(int(caught.value.output))
+def test_a_pool_keeps_its_ranks(pool: RankPool) -> None:
+    first = run_ranks(launch_variables, 2, pool=pool)
+    pids = [result.pid for result in first]
+    assert all(result.ok for result in first)
+    more = run_ranks(launch_variables, 3, pool=pool)
+    assert [result.value[:3] for result in more] == [(str(rank), "3", str(rank)) for rank in range(3)]
+    assert [result.pid for result in more[:2]] == pids
+    fewer = run_ranks(variable, 1, "SYMMCOMM_TEST", env={"SYMMCOMM_TEST": "x"}, pool=pool)
+    assert [(result.pid, result.value) for result in fewer] == [(pids[0], "x")]
+    assert run_ranks(variable, 1, "SYMMCOMM_TEST", pool=pool)[0].value is None
+    pool.close()
+    assert not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize("end", [exit_with, kill_self])
+def test_a_pool_replaces_ranks_that_have_ended(pool: RankPool, end: Callable[[int], None]) -> None:
+    before = run_ranks(echo, 2, 0, pool=pool)
+    ended = run_ranks(end, 2, 9, check=False, pool=pool)
+    assert [result.pid for result in ended] == [result.pid for result in before]
+    assert {result.exitcode for result in ended} == {9 if end is exit_with else -9}
+    after = run_ranks(echo, 2, 1, pool=pool)
+    assert not {result.pid for result in after} & {result.pid for result in before}
+    os.kill(after[0].pid, signal.SIGKILL)  # while it waits
+    while all(rank.process.is_alive() for rank in pool.ranks(2)):
+        time.sleep(0.01)
+    assert [result.value for result in run_ranks(echo, 2, 2, pool=pool)] == [2, 2]
+
+
+def test_a_pool_replaces_all_ranks_after_a_failure(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "_GRIEF_S", 1.0)
+    before = run_ranks(echo, 3, 0, pool=pool)
+    with pytest.raises(RankFailedError, match="on rank 1"):
+        run_ranks(fail_on, 3, 1, pool=pool)
+    between = run_ranks(echo, 3, 1, pool=pool)
+    with pytest.raises(RanksTimeoutError, match="rank 1 has lost its way"):
+        run_ranks(fail_or_sleep, 2, 1, pool=pool)
+    after = run_ranks(echo, 3, 2, pool=pool)
+    assert len({result.pid for results in (before, between, after) for result in results}) == 9
+    assert not any(is_running(result.pid) for result in (*before, *between))

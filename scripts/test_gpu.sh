@@ -62,20 +62,23 @@ IFS=, read -ra devices <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus > 0 ? gpu
 between() { # least, most, and a number that is brought between them
     echo $(($3 < $1 ? $1 : $3 > $2 ? $2 : $3))
 }
-one_process=() kernels=() processes=()
+one_process=() processes=()
 if python -c 'import xdist' 2>/dev/null; then
-    workers=$(between 1 12 $((cores * 3 / 4 / ${#devices[@]}))) # they compile most of the time
-    for device in "${devices[@]}"; do one_process+=(--tx "$workers*popen//env:CUDA_VISIBLE_DEVICES=$device"); done
+    # They compile most of the time.
+    for device in "${devices[@]}"; do
+        one_process+=(--tx "$(between 1 12 $((cores * 3 / 4 / ${#devices[@]})))*popen//env:CUDA_VISIBLE_DEVICES=$device")
+    done
     one_process+=(--dist worksteal)
-    # Processes that share a GPU take turns of milliseconds on it: so few tests at once, but for those that compile.
-    kernels=(-n "$(between 1 8 $((cores / 4)))" --dist load --maxschedchunk 1)
-    processes=(-n "$(between 1 3 $((cores / 8)))" --dist load --maxschedchunk 1)
+    # Processes that share a GPU take turns of milliseconds on it: so few tests at once, and as many begin with each GPU.
+    for ((worker = $(between 1 4 $((cores / 4))); worker; worker--)); do
+        processes+=(--tx "popen//env:CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${devices[*]}")")
+        devices=("${devices[@]:1}" "${devices[0]}")
+    done
+    processes+=(--dist load --maxschedchunk 1)
 fi
 
-compile=(tests/gpu/test_fused_norm.py tests/gpu/test_communicator.py) # longer than they run
-mapfile -t others < <(printf '%s\n' tests/gpu/test_*.py | grep -v -e /test_local_ -e /test_fused_norm.py -e /test_communicator.py)
+mapfile -t others < <(printf '%s\n' tests/gpu/test_*.py | grep -v /test_local_)
 phase one_process 240 "${tests[@]}" -m "$marked" ${one_process[@]+"${one_process[@]}"} tests/gpu/test_local_*.py
 phase numba 120 tail --pid=$preload -f /dev/null # what fails there is seen in the next
-phase kernels 240 "${tests[@]}" -m "$marked" ${kernels[@]+"${kernels[@]}"} "${compile[@]}"
-phase processes 240 "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} "${others[@]}"
+phase processes 300 "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} "${others[@]}"
 phase alone 120 "${tests[@]}" -m "$marked and alone" "${others[@]}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import symmcomm
 from symmcomm import Communicator, Settings
 from symmcomm.memory.cuda_driver import CudaError, call, load_driver
 from symmcomm.testing.oracle import check_bits
-from symmcomm.testing.spawn import run_ranks
+from symmcomm.testing.spawn import RankPool, RankResult, run_ranks
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 LIMIT_S = 100.0
@@ -23,6 +24,7 @@ LIMIT_S = 100.0
 run beside."""
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU")]
 STAGING = 4 << 20
+PAIR = 2 if NUM_GPUS > 1 else 1  # GPUs of two ranks
 WORLDS = [
     pytest.param(1, 1, id="1-rank"),
     pytest.param(2, 1, id="2-ranks-on-1-GPU"),
@@ -34,7 +36,9 @@ WORLDS = [
         for world in (2, 4, 8)
     ),
 ]
-PAIR = 2 if NUM_GPUS > 1 else 1  # GPUs of two ranks
+POOL = RankPool()
+"""Serves the tests of a process one after the other: to start a rank and to make its contexts takes seconds."""
+atexit.register(POOL.close)
 
 
 def take_gpu(ordinal: int) -> None:
@@ -58,17 +62,20 @@ def communicator(num_gpus: int, timeout_s: float = 80.0, **settings: Any) -> Ite
     assert torch.ones(1000, device="cuda").sum().item() == 1000
 
 
-def start(body: Callable[..., Any], world_size: int, *args: Any, limit_s: float = LIMIT_S, **options: Any) -> list[Any]:
-    """Runs the body on all ranks and returns their results."""
-    env = {"SYMMCOMM_DISABLE_MULTICAST": "1", **options.pop("env", {})}
-    return run_ranks(body, world_size, *args, timeout_s=limit_s, env=env, **options)
-
-
-def in_turn(bodies: Sequence[Callable[[int], None]], num_gpus: int) -> None:
-    """Several bodies on the same ranks, each with a communicator of its own: a process takes seconds to come to its
-    first call on a GPU, and to end."""
-    for body in bodies:
-        body(num_gpus)
+def start(
+    body: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    limit_s: float = LIMIT_S,
+    fresh: bool = False,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> list[RankResult]:
+    """Runs the body on all ranks and returns their results. ``fresh``: on processes of its own, for what loads a kernel
+    for the first time, or leaves something behind."""
+    pool = None if fresh or not check else POOL
+    env = {"SYMMCOMM_DISABLE_MULTICAST": "1", **(env or {})}
+    return run_ranks(body, world_size, *args, timeout_s=limit_s, env=env, check=check, pool=pool)
 
 
 def pattern(rank: int, num_bytes: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import pytest
 import torch
 from local_cases import PERIOD, repeated
-from ranks import NEEDS_GPU, PAIR, STAGING, WORLDS, communicator, filled, host, in_turn, put, same, start
+from ranks import NEEDS_GPU, PAIR, STAGING, WORLDS, communicator, filled, host, put, same, start
 
 from symmcomm import Communicator
 from symmcomm.schedule.dtypes import DType, Op, supports
@@ -232,21 +232,16 @@ def test_every_dtype_and_operation(world_size: int) -> None:
     start(every_reduction, world_size, PAIR)
 
 
-BODIES = {
-    "sizes_and_places": (sizes_and_places,), "reduce_and_scatter": (reduce_and_scatter,),
-    "others": (moves, symmetric_moves, uneven, messages),
-}  # fmt: skip
-
-
+BODIES = (sizes_and_places, reduce_and_scatter, moves, symmetric_moves, uneven, messages)
 CALLS = [
-    pytest.param(*world.values, bodies, id=f"{world.id}-{name}", marks=world.marks)
-    for name, bodies in BODIES.items()
+    pytest.param(*world.values, body, id=f"{world.id}-{body.__name__}", marks=world.marks)
+    for body in BODIES
     for world in WORLDS
-    if int(str(world.values[0])) <= FEW or name == "sizes_and_places"
+    if int(str(world.values[0])) <= FEW or body is sizes_and_places
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "num_gpus", "bodies"), CALLS)
-def test_calls(world_size: int, num_gpus: int, bodies: tuple[Callable[[int], None], ...]) -> None:
-    start(in_turn, world_size, bodies, num_gpus)
+@pytest.mark.parametrize(("world_size", "num_gpus", "body"), CALLS)
+def test_calls(world_size: int, num_gpus: int, body: Callable[[int], None]) -> None:
+    start(body, world_size, num_gpus)

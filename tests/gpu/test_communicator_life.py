@@ -238,7 +238,7 @@ def new_kernel_in_a_capture(num_gpus: int) -> None:
 
 
 def test_first_use_and_growth_in_a_capture() -> None:
-    start(new_kernel_in_a_capture, 2, PAIR)
+    start(new_kernel_in_a_capture, 2, PAIR, fresh=True)
 
 
 def groups(num_gpus: int) -> None:
@@ -369,7 +369,7 @@ def disagree(num_gpus: int) -> None:
 
 
 def test_ranks_that_disagree() -> None:
-    start(disagree, 2, PAIR)
+    start(disagree, 2, PAIR, fresh=True)
 
 
 # Ranks that are late or dead.
@@ -399,7 +399,7 @@ def late(num_gpus: int) -> float:
 
 
 def test_a_late_rank() -> None:
-    results = start(late, 2, PAIR)
+    results = start(late, 2, PAIR, fresh=True)
     assert results[1].value < 4
 
 
@@ -460,7 +460,7 @@ def forgotten(num_gpus: int) -> None:
 
 
 def test_a_communicator_that_nobody_closes() -> None:
-    start(forgotten, 2, PAIR)
+    start(forgotten, 2, PAIR, fresh=True)
 
 
 # Launchers.

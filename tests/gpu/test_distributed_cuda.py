@@ -38,10 +38,9 @@ REFERENCE, REFERENCE_DEVICE = ("gloo", "cpu") if SHARED else ("nccl", "cuda")
 needs_nccl = pytest.mark.skipif(SHARED, reason="NCCL needs a GPU for each rank")
 
 
-def start(body: Callable[..., Any], *args: Any) -> list[RankResult]:
+def start(body: Callable[..., Any], *args: Any, fresh: bool = False) -> list[RankResult]:
     """Runs the body on both ranks. Those that share a GPU take turns on it, by the driver's time slices."""
-    env = {"SYMMCOMM_SHARE_GPU": "1"} if SHARED else {}
-    return ranks.start(body, 2, *args, env=env)
+    return ranks.start(body, 2, *args, fresh=fresh, env={"SYMMCOMM_SHARE_GPU": "1"} if SHARED else {})
 
 
 def set_device() -> None:
@@ -234,7 +233,7 @@ def refused() -> list[str]:
 
 @needs_nccl
 def test_refused() -> None:
-    told, silent = (result.value for result in start(refused))
+    told, silent = (result.value for result in start(refused, fresh=True))
     assert len(told) == 1
     assert "no two GPUs here know each other" in told[0]
     assert not silent
@@ -358,4 +357,4 @@ def late() -> str:
 
 
 def test_late_rank_is_named() -> None:
-    assert "rank 1" in start(late)[0].value
+    assert "rank 1" in start(late, fresh=True)[0].value

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ranks import NEEDS_GPU, PAIR, WORLDS, communicator, in_turn, start
+from ranks import NEEDS_GPU, PAIR, WORLDS, communicator, start
 from torch import Tensor
 
 from symmcomm import ArgumentError, Communicator
@@ -190,14 +191,11 @@ def refused(num_gpus: int) -> None:
                 call()
 
 
-BODIES = {"forms": (forms,), "more": (more, tokenweave, captured, refused)}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("bodies", BODIES)
+@pytest.mark.parametrize("body", [forms, more, tokenweave, captured, refused], ids=lambda body: body.__name__)
 @pytest.mark.parametrize(("world_size", "num_gpus"), WORLDS)
-def test_fused_norms(bodies: str, world_size: int, num_gpus: int) -> None:
-    start(in_turn, world_size, BODIES[bodies], num_gpus)
+def test_fused_norms(body: Callable[[int], None], world_size: int, num_gpus: int) -> None:
+    start(body, world_size, num_gpus)
 
 
 def test_norms_alone() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import take_gpu
+from ranks import start, take_gpu
 
 from symmcomm.bootstrap import connect
 from symmcomm.env import Settings
@@ -25,7 +25,6 @@ from symmcomm.memory.heap import SymmetricHeap
 from symmcomm.memory.pool import SymmetricPool
 from symmcomm.probe_gpu import probe_facts
 from symmcomm.schedule.topology_gpu import GpuFacts, decide_devices, decide_multicast, decide_provider
-from symmcomm.testing.spawn import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TIMEOUT_S = 60.0
@@ -71,11 +70,6 @@ def joined(num_gpus: int) -> Iterator[Rank]:
     )  # fmt: skip
     torch.cuda.synchronize()
     assert torch.ones(1000, device="cuda").sum().item() == 1000  # the context is alive
-
-
-def start(body: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-    env = {"SYMMCOMM_DISABLE_MULTICAST": "1", **options.pop("env", {})}
-    return run_ranks(body, world_size, *args, timeout_s=2 * TIMEOUT_S, env=env, **options)
 
 
 # Every rank reads and writes every peer's memory.

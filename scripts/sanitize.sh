@@ -2,35 +2,44 @@
 # compute-sanitizer over the local worlds, on one GPU, in the environment that is active (extras `cuda` and `test`): memcheck,
 # for which every tensor has an allocation of its own, so that a byte beyond it is found; and racecheck, for shared memory.
 # Multicast is forbidden, whatever the caller has set. The tests are dealt out to as many processes as there are cores. Reports go
-# to files in $OUT, or in a new folder; the last lines say what was found. Fails if a test does, or a tool finds anything or
-# watched nothing. Arguments go to pytest. $SECONDS_EACH ends a tool that takes longer (default half an hour).
+# to files in $OUT, an empty folder, or in a new one; the last lines say what was found. Fails if a test or a process does, or if a
+# tool finds anything. Arguments are files or names of tests (default: tests/gpu/test_local_*.py). $SECONDS_EACH ends a tool that
+# takes longer (default half an hour).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export SYMMCOMM_DISABLE_MULTICAST=1 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
-cores=$(nproc)
 export OMP_NUM_THREADS=1
 logs=${OUT:-$(mktemp -d)} status=0 lines=()
+trap 'kill -INT $(jobs -p) 2>/dev/null || true; wait; exit 130' INT TERM
+
 (($#)) || set -- tests/gpu/test_local_*.py
-python -m pytest --collect-only -q -m "gpu and not multicast" "$@" | grep '^tests/.*::' >"$logs/tests.txt"
-split --number "r/$cores" --numeric-suffixes --suffix-length 3 "$logs/tests.txt" "$logs/part."
+if ! python -m pytest --collect-only -q -m "gpu and not multicast" "$@" >"$logs/collected.txt" 2>&1; then
+    cat "$logs/collected.txt"
+    exit 1
+fi
+grep '^tests/.*::' "$logs/collected.txt" >"$logs/tests.txt"
+split --number "r/$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)" --numeric-suffixes "$logs/tests.txt" "$logs/part."
 find "$logs" -name 'part.*' -empty -delete
 
 check() { # a tool, the words before the number of what it found, and environment variables
-    local tool=$1 found=$2 begin=$SECONDS part passed errors watched
+    local tool=$1 found=$2 begin=$SECONDS failed=0 part report watched errors passed job jobs=()
     shift 2
-    mkdir -p "$logs/$tool"
+    mkdir "$logs/$tool"
     for part in "$logs"/part.*; do
+        report="$logs/$tool/${part##*.}"
         timeout --signal INT --kill-after 20 "${SECONDS_EACH:-1800}" env --default-signal=INT "$@" \
-            compute-sanitizer --tool "$tool" --target-processes all --report-api-errors no \
-            --log-file "$logs/$tool/${part##*.}.txt" \
-            python -m pytest -v -p no:cacheprovider "@$part" >"$logs/$tool/${part##*.}.log" 2>&1 &
+            compute-sanitizer --tool "$tool" --target-processes all --report-api-errors no --log-file "$report.txt" \
+            python -m pytest -v -p no:cacheprovider "@$part" >"$report.log" 2>&1 &
+        jobs+=($!)
     done
-    wait
-    passed=$(cat "$logs/$tool"/*.log | grep -c ' PASSED' || true)
+    for job in "${jobs[@]}"; do wait "$job" || failed=$((failed + 1)); done
     watched=$(cat "$logs/$tool"/*.txt | grep -c "$found" || true)
     errors=$(cat "$logs/$tool"/*.txt | grep "$found" | grep -cv "$found: 0 " || true)
-    lines+=("$tool: $passed of $(wc -l <"$logs/tests.txt") tests passed in $watched processes, of which $errors had errors; $((SECONDS - begin)) s")
-    if ((errors || !watched)) || cat "$logs/$tool"/*.log | grep -E '^(FAILED|ERROR) |KeyboardInterrupt'; then status=1; fi
+    passed=$(cat "$logs/$tool"/*.log | grep -c ' PASSED' || true)
+    grep -hE '^(FAILED|ERROR) ' "$logs/$tool"/*.log || true
+    ((failed == 0 && errors == 0 && watched >= ${#jobs[@]})) || status=1
+    lines+=("$tool: $passed of $(wc -l <"$logs/tests.txt") tests passed; of ${#jobs[@]} processes $failed failed,"
+        "    $watched were watched to the end, $errors had errors; $((SECONDS - begin)) s")
 }
 
 check memcheck "ERROR SUMMARY" PYTORCH_NO_CUDA_MEMORY_CACHING=1

@@ -62,8 +62,9 @@ IFS=, read -ra devices <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus > 0 ? gpu
 between() { # least, most, and a number that is brought between them
     echo $(($3 < $1 ? $1 : $3 > $2 ? $2 : $3))
 }
-one_process=() processes=()
+one_process=() processes=() patience=5 # times as long, one test after the other
 if python -c 'import xdist' 2>/dev/null; then
+    patience=1
     # They compile most of the time.
     for device in "${devices[@]}"; do
         one_process+=(--tx "$(between 1 12 $((cores * 3 / 4 / ${#devices[@]})))*popen//env:CUDA_VISIBLE_DEVICES=$device")
@@ -78,7 +79,7 @@ if python -c 'import xdist' 2>/dev/null; then
 fi
 
 mapfile -t others < <(printf '%s\n' tests/gpu/test_*.py | grep -v /test_local_)
-phase one_process 240 "${tests[@]}" -m "$marked" ${one_process[@]+"${one_process[@]}"} tests/gpu/test_local_*.py
+phase one_process $((240 * patience)) "${tests[@]}" -m "$marked" ${one_process[@]+"${one_process[@]}"} tests/gpu/test_local_*.py
 phase numba 120 tail --pid=$preload -f /dev/null # what fails there is seen in the next
-phase processes 300 "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} "${others[@]}"
-phase alone 120 "${tests[@]}" -m "$marked and alone" "${others[@]}"
+phase processes $((300 * patience)) "${tests[@]}" -m "$marked and not alone" ${processes[@]+"${processes[@]}"} "${others[@]}"
+phase alone $((120 * patience)) "${tests[@]}" -m "$marked and alone" "${others[@]}"

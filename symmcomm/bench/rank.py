@@ -68,7 +68,8 @@ class Rank:
         self._case: Case | None = None
         self._ordinary: dict[int, Buffers] = {}
         self._bound: dict[str, _Bound] = {}
-        gc.freeze()  # a collection after each case need not look at what was imported
+        gc.collect()
+        gc.freeze()  # what is there by now stays: a collection after each case need not look at it
 
     def carry_out(self, command: Command) -> Answer:
         """The answer of this rank. All ranks are given the same command at about the same time."""

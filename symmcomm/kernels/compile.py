@@ -14,7 +14,7 @@ from symmcomm.kernels.lock import alone
 T = TypeVar("T")
 
 _PACKAGE = Path(__file__).parents[1]
-_PATIENCE_S = 60.0  # for another process; a function takes seconds
+_PATIENCE_S = 300.0  # for another process, which may compile all that every program needs
 
 
 def _lock_path() -> Path:

@@ -13,11 +13,11 @@ _POLL_S = 0.01
 
 @contextmanager
 def alone(path: Path, patience_s: float) -> Iterator[None]:
-    """While no other process is here with the same ``path``, the file of a lock. The lock is the kernel's, so a killed
-    process leaves none, and the file goes with whoever was last.
+    """While no other process is here with the same ``path``, an empty file that stays. The lock is the kernel's, so a
+    killed process leaves none.
 
-    Two processes may be here where the folder has no locks, or after ``patience_s``: a process that was stopped stops
-    nobody else. What they make must be renamed into its place, so that either's will do.
+    Two processes may be here where that file cannot be locked, or after ``patience_s``: a process that was stopped
+    stops nobody else. What they make must be renamed into its place, so that either's will do.
     """
     lock = FileLock(path, timeout=patience_s)
     with suppress(OSError, NotImplementedError):  # TimeoutError is an OSError
@@ -26,8 +26,4 @@ def alone(path: Path, patience_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        if lock.is_locked:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)  # who waits makes another
-            with suppress(OSError):
-                lock.release()
+        lock.release()

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ _DUMP_SIGNAL = signal.SIGUSR2
 _DUMP_PATIENCE_S = 0.5
 _GRIEF_S = 20.0  # for the others to end after a rank has failed that should not
 _LEAST_PORT, _MOST_PORT = 10_000, 32_768
+_CALL, _STACKS = "call.pickle", "stacks.txt"
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,9 @@ def run_ranks(
 ) -> list[RankResult]:
     """Calls ``fn(*args)`` in ``world_size`` processes, new ones or a pool's, and returns their results, by rank.
 
-    Each rank sees this process's environment and ``sys.path``, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT,
-    then ``env`` (``None`` as a value removes a variable). torch is loaded by then: variables that a library reads
-    when it is imported come too late, and torch runs one thread.
+    Each rank sees this process's environment, RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, then ``env``
+    (``None`` as a value removes a variable), and ``sys.path`` as it was when the rank started. torch is loaded by then:
+    variables that a library reads when it is imported come too late, and torch runs one thread.
 
     Args:
         fn: a function that can be imported by name; its arguments and its value are pickled.
@@ -108,11 +111,11 @@ def run_ranks(
     _warm_fork_server()
     deadline = time.monotonic() + timeout_s
     call = pickle.dumps((fn, args))
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     keep, pool = pool is not None, pool or RankPool()
     well = False
     try:
         ranks = pool.ranks(world_size)
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pool.port(world_size))}
         for rank in ranks:
             launch = {"RANK": str(rank.rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank.rank), **address}
             rank.call(call, merged({**launch, **(env or {})}))
@@ -138,6 +141,8 @@ class RankPool:
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
+        self._ports: dict[int, int] = {}
+        Finalize(self, _end, (self._ranks,), exitpriority=10)  # before multiprocessing waits for all that still run
 
     def ranks(self, world_size: int) -> list[_Rank]:
         """The first of them, new where there are too few or one has ended."""
@@ -147,10 +152,23 @@ class RankPool:
             self._ranks.append(_Rank(len(self._ranks)))
         return self._ranks[:world_size]
 
+    def port(self, world_size: int) -> int:
+        """Where they meet: a store stays open as long as its process, so calls of a size share one."""
+        return self._ports.setdefault(world_size, free_port())
+
     def close(self) -> None:
         """Ends all ranks, whatever they do."""
-        while self._ranks:
-            self._ranks.pop().kill()
+        self._ports.clear()
+        _end(self._ranks)
+
+
+def _end(ranks: list[_Rank]) -> None:
+    ended = ranks.copy()
+    ranks.clear()  # first: after Ctrl-C nobody must take a busy rank for one that waits
+    for rank in ended:
+        rank.process.kill()  # all at once: it takes a while
+    for rank in ended:
+        rank.kill()
 
 
 def _fork_server() -> ForkServerContext:
@@ -184,25 +202,26 @@ def free_port() -> int:
 
 
 class _Rank:
-    """The parent's view of one rank: its process, the pipe of calls and outcomes, the file of its stacks."""
+    """The parent's view of one rank: its process, the pipe on which it is asked and answers, and the files of what it
+    is asked and of its stacks."""
 
     def __init__(self, rank: int) -> None:
         context = _fork_server()
         self.rank = rank
-        self.connection, theirs = context.Pipe()
-        handle, stack_file = tempfile.mkstemp(prefix="symmcomm-stacks-")
-        os.close(handle)
-        self._stack_file = Path(stack_file)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"symmcomm-rank{rank}-"))
         self._outcome: dict[str, Any] = {}
-        self.process = ForkServerProcess(target=_rank_main, args=(theirs, stack_file), name=f"rank{rank}")
+        self.connection, theirs = context.Pipe()
+        self.process = ForkServerProcess(target=_rank_main, args=(theirs, self._folder), name=f"rank{rank}")
         self.process.start()
         theirs.close()
 
-    def call(self, call: bytes, environ: Mapping[str, str]) -> None:
-        """Asks for an outcome. A rank that has ended is found by who waits for it."""
+    def call(self, call: bytes, environ: dict[str, str]) -> None:
+        """Asks for an outcome. A rank that has ended, or was stopped, is found by who waits for it: hence a file, as a
+        pipe does not take more than the rank reads."""
         self._outcome = {}
+        (self._folder / _CALL).write_bytes(pickle.dumps((call, environ)))
         with contextlib.suppress(OSError):
-            self.connection.send((call, dict(environ)))
+            self.connection.send_bytes(b"")
 
     def receive(self, keep: bool) -> bool:
         """Takes the outcome, of which a rank killed while it wrote has none; whether the rank then waits for another
@@ -227,7 +246,8 @@ class _Rank:
         return text
 
     def _crash_report(self) -> str:
-        return self._stack_file.read_text() if self._stack_file.exists() else ""
+        stacks = self._folder / _STACKS
+        return stacks.read_text() if stacks.exists() else ""
 
     def result(self) -> RankResult:
         """The result of a rank that has ended, or waits for another call."""
@@ -249,7 +269,7 @@ class _Rank:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()
-        self._stack_file.unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float, grief_s: float, keep: bool) -> list[_Rank]:
@@ -273,17 +293,17 @@ def _collect(ranks: Sequence[_Rank], deadline: float, grief_s: float, keep: bool
     return list(running.values())
 
 
-def _rank_main(connection: Connection, stack_file: str) -> None:
+def _rank_main(connection: Connection, folder: Path) -> None:
     """The body of a rank's process: calls, until one fails or nobody is left to ask for another."""
     os.setpgid(0, 0)
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell ignores it
     well = True
-    with open(stack_file, "w") as stacks:
+    with open(folder / _STACKS, "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(_DUMP_SIGNAL, stacks)
-        while well and (asked := _next_call(connection)):
-            well = _answer(connection, *asked)
+        while well and _is_asked(connection):
+            well = _answer(connection, *pickle.loads((folder / _CALL).read_bytes()))
         faulthandler.unregister(_DUMP_SIGNAL)
         faulthandler.enable()
     connection.close()
@@ -291,12 +311,13 @@ def _rank_main(connection: Connection, stack_file: str) -> None:
         sys.exit(1)
 
 
-def _next_call(connection: Connection) -> tuple[bytes, dict[str, str]] | None:
+def _is_asked(connection: Connection) -> bool:
+    """Waits for a call; false if there will be none."""
     try:
-        asked: tuple[bytes, dict[str, str]] = connection.recv()
-        return asked
+        connection.recv_bytes()
+        return True
     except (EOFError, OSError):
-        return None
+        return False
 
 
 def _answer(connection: Connection, call: bytes, environ: Mapping[str, str]) -> bool:

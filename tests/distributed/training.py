@@ -4,12 +4,11 @@ torch's default device."""
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,10 @@ ROUGHLY = {"rtol": 1e-2, "atol": 1e-2}  # gradients are rounded to 16 bits
 Results = list[torch.Tensor]
 
 
-@lru_cache(maxsize=1)
-def _stores(host: str, port: int, rank: int, size: int) -> Iterator[dist.Store]:
-    """Parts of one store, one after the other."""
-    store = dist.TCPStore(host, port, size, rank == 0)
-    return (dist.PrefixStore(str(number), store) for number in itertools.count())
+@cache
+def _store(host: str, port: int, rank: int, size: int) -> dist.TCPStore:
+    """Shared with the library's own, where this process has one there."""
+    return dist.TCPStore(host, port, size, rank == 0, wait_for_workers=False, multi_tenant=True)
 
 
 @contextmanager
@@ -57,7 +55,8 @@ def process_group(backend: str) -> Iterator[dist.ProcessGroup]:
     """A default group after which this process may make another one, as they share a store. torch's own goes with its
     group, but a rank that comes to the next one early still finds it."""
     rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    store = next(_stores(os.environ["MASTER_ADDR"], port, rank, size))
+    shared = _store(os.environ["MASTER_ADDR"], port, rank, size)
+    store = dist.PrefixStore(f"group {shared.add(f'groups of rank {rank}', 1)}", shared)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     yield dist.group.WORLD
     dist.barrier()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +37,6 @@ WORLDS = [
 ]
 POOL = RankPool()
 """Serves the tests of a process one after the other: to start a rank and to make its contexts takes seconds."""
-atexit.register(POOL.close)
 
 
 def take_gpu(ordinal: int) -> None:

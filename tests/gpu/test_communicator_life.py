@@ -263,7 +263,7 @@ def test_groups() -> None:
 
 
 def open_and_close() -> tuple[int, int]:
-    torch.cuda.set_device(0)
+    take_gpu(0)
     free, outer = [], symmcomm.init()
     for _ in range(6):
         comm = symmcomm.init(device="cuda", settings=Settings(share_gpu=True, disable_multicast=True))
@@ -320,7 +320,7 @@ def test_bad_arguments() -> None:
 
 
 def share_unasked() -> str:
-    torch.cuda.set_device(0)
+    take_gpu(0)
     with pytest.raises(DeviceError) as error:
         symmcomm.init(device="cuda", settings=Settings(timeout_s=20, disable_multicast=True))
     return str(error.value)

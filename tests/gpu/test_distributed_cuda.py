@@ -116,7 +116,7 @@ def trained(names: list[str]) -> None:
 @pytest.mark.parametrize("family", training.FAMILIES)
 def test_training(family: str) -> None:
     names = [name for name in training.SCENARIOS if name.startswith(training.FAMILIES[family])]
-    start(trained, [name for name in names if not name.startswith(BY_NCCL)])
+    start(trained, [name for name in names if not name.startswith(BY_NCCL)], fresh=True)
 
 
 def asynchronous() -> None:

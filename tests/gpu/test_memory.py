@@ -250,6 +250,7 @@ def outlive_the_heap() -> None:
         other.close(me.agree)
 
 
+@pytest.mark.alone
 def test_a_tensor_outlives_its_heap() -> None:
     start(outlive_the_heap, 1)
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from symmcomm.testing import spawn
+from symmcomm.testing.launch import launch_command
 from symmcomm.testing.spawn import RankFailedError, RankPool, RanksTimeoutError, run_ranks
 
 
@@ -214,10 +216,47 @@ def test_a_pool_replaces_ranks_that_have_ended(pool: RankPool, end: Callable[[in
     assert {result.exitcode for result in ended} == {9 if end is exit_with else -9}
     after = run_ranks(echo, 2, 1, pool=pool)
     assert not {result.pid for result in after} & {result.pid for result in before}
-    os.kill(after[0].pid, signal.SIGKILL)  # while it waits
-    while all(rank.process.is_alive() for rank in pool.ranks(2)):
+    waiting = pool.ranks(2)
+    os.kill(after[0].pid, signal.SIGKILL)
+    while waiting[0].process.is_alive():
         time.sleep(0.01)
     assert [result.value for result in run_ranks(echo, 2, 2, pool=pool)] == [2, 2]
+
+
+def test_large_arguments_do_not_wait_for_a_stopped_rank(pool: RankPool) -> None:
+    (stopped,) = run_ranks(echo, 1, 0, pool=pool)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    with pytest.raises(RanksTimeoutError):
+        run_ranks(echo, 1, b"x" * (8 << 20), timeout_s=1.0, pool=pool)
+    assert run_ranks(echo, 1, 1, pool=pool)[0].value == 1
+
+
+def test_an_interrupted_end_leaves_no_busy_rank(
+    pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spawn, "_GRIEF_S", 0.5)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run_ranks(echo, 2, 0, pool=pool)
+    with monkeypatch.context() as patch:
+        patch.setattr(spawn._Rank, "kill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(fail_or_sleep, 2, 1, pool=pool)
+    assert [result.value for result in run_ranks(echo, 2, "new", pool=pool)] == ["new", "new"]
+
+
+def test_a_pool_that_nobody_closes_ends_with_its_process(tmp_path: Path) -> None:
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "from symmcomm.testing.spawn import RankPool, run_ranks; from test_spawn import echo\n"
+        "if __name__ == '__main__': POOL = RankPool(); print(run_ranks(echo, 1, 0, pool=POOL)[0].pid)\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    done = launch_command([sys.executable, script], 100.0, {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    assert eventually_gone(int(done.stdout))
 
 
 def test_a_pool_replaces_all_ranks_after_a_failure(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,14 +169,20 @@ def test_grandchildren_are_killed() -> None:
     assert eventually_gone(run_ranks(start_grandchild, 1)[0].value)
 
 
-def test_ranks_die_with_their_caller(tmp_path: Path) -> None:
-    script = tmp_path / "caller.py"
+def script_of(body: str, folder: Path) -> tuple[list[str | Path], dict[str, str]]:
+    """A command whose process calls ranks, and its environment."""
+    script = folder / "caller.py"
     script.write_text(
-        "import sys; from symmcomm.testing.spawn import run_ranks; from test_spawn import write_pid_and_sleep\n"
-        "if __name__ == '__main__': run_ranks(write_pid_and_sleep, 2, sys.argv[1])\n"
+        "import sys; from symmcomm.testing.spawn import RankPool, run_ranks; from test_spawn import *\n"
+        f"if __name__ == '__main__': {body}\n"
     )
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    caller = subprocess.Popen([sys.executable, script, tmp_path], env={**os.environ, "PYTHONPATH": path})
+    return [sys.executable, script, folder], {**os.environ, "PYTHONPATH": path}
+
+
+def test_ranks_die_with_their_caller(tmp_path: Path) -> None:
+    command, environ = script_of("run_ranks(write_pid_and_sleep, 2, sys.argv[1])", tmp_path)
+    caller = subprocess.Popen(command, env=environ)
     deadline = time.monotonic() + 60
     while len(pids := [int(t) for n in "01" if (f := tmp_path / n).exists() and (t := f.read_text())]) < 2:
         assert time.monotonic() < deadline
@@ -248,13 +254,9 @@ def test_an_interrupted_end_leaves_no_busy_rank(
 
 
 def test_a_pool_that_nobody_closes_ends_with_its_process(tmp_path: Path) -> None:
-    script = tmp_path / "caller.py"
-    script.write_text(
-        "from symmcomm.testing.spawn import RankPool, run_ranks; from test_spawn import echo\n"
-        "if __name__ == '__main__': POOL = RankPool(); print(run_ranks(echo, 1, 0, pool=POOL)[0].pid)\n"
-    )
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    done = launch_command([sys.executable, script], 100.0, {"PYTHONPATH": path})
+    body = "POOL = RankPool(); print(run_ranks(echo, 1, 0, pool=POOL)[0].pid)"
+    command, environ = script_of(body, tmp_path)
+    done = launch_command(command, 100.0, environ)
     assert done.returncode == 0, done.stderr
     assert eventually_gone(int(done.stdout))
 

@@ -35,6 +35,7 @@ _DUMP_SIGNAL = signal.SIGUSR2
 _DUMP_PATIENCE_S = 0.5
 _GRIEF_S = 20.0  # for the others to end after a rank has failed that should not
 _LEAST_PORT, _MOST_PORT = 10_000, 32_768
+_MOST_CALLS = 30  # of a pool's ranks: at the port of each a store stays open as long as its process
 _CALL, _STACKS = "call.pickle", "stacks.txt"
 
 
@@ -115,7 +116,7 @@ def run_ranks(
     well = False
     try:
         ranks = pool.ranks(world_size)
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pool.port(world_size))}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in ranks:
             launch = {"RANK": str(rank.rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank.rank), **address}
             rank.call(call, merged({**launch, **(env or {})}))
@@ -141,24 +142,21 @@ class RankPool:
 
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
-        self._ports: dict[int, int] = {}
+        self._num_calls = 0
         Finalize(self, _end, (self._ranks,), exitpriority=10)  # before multiprocessing waits for all that still run
 
     def ranks(self, world_size: int) -> list[_Rank]:
-        """The first of them, new where there are too few or one has ended."""
-        if not all(rank.process.is_alive() for rank in self._ranks):
+        """The first of them for a call, new where there are too few or one has ended, and now and then."""
+        if self._num_calls >= _MOST_CALLS or not all(rank.process.is_alive() for rank in self._ranks):
             self.close()
+        self._num_calls += 1
         while len(self._ranks) < world_size:
             self._ranks.append(_Rank(len(self._ranks)))
         return self._ranks[:world_size]
 
-    def port(self, world_size: int) -> int:
-        """Where they meet: a store stays open as long as its process, so calls of a size share one."""
-        return self._ports.setdefault(world_size, free_port())
-
     def close(self) -> None:
         """Ends all ranks, whatever they do."""
-        self._ports.clear()
+        self._num_calls = 0
         _end(self._ranks)
 
 

@@ -214,6 +214,12 @@ def test_a_pool_keeps_its_ranks(pool: RankPool) -> None:
     assert not any(map(is_running, pids))
 
 
+def test_a_pool_renews_its_ranks(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "_MOST_CALLS", 2)
+    pids = [run_ranks(echo, 1, number, pool=pool)[0].pid for number in range(5)]
+    assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
+
+
 @pytest.mark.parametrize("end", [exit_with, kill_self])
 def test_a_pool_replaces_ranks_that_have_ended(pool: RankPool, end: Callable[[int], None]) -> None:
     before = run_ranks(echo, 2, 0, pool=pool)

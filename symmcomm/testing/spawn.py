@@ -224,10 +224,8 @@ class _Rank:
     def receive(self, keep: bool) -> bool:
         """Takes the outcome, of which a rank killed while it wrote has none; whether the rank then waits for another
         call, as it does if it is to be kept and has not failed."""
-        try:
+        with contextlib.suppress(EOFError, OSError):
             self._outcome = pickle.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            self._outcome = self._outcome or {}
         waits = keep and "value" in self._outcome
         if not waits:
             self.connection.close()

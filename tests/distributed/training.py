@@ -40,6 +40,9 @@ float32 is then off by 3e-3 from float64."""
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 ROUGHLY = {"rtol": 1e-2, "atol": 1e-2}  # gradients are rounded to 16 bits
+MIXED = {"rtol": 1e-2, "atol": 4e-3}
+"""Losses are bfloat16. Parameters after ``fsdp(mixed=True)`` are within 2e-3 of those that float32 gives, so those of
+two devices within twice that of each other; without the other rank's gradients they move by 9e-3 to 0.13."""
 
 Results = list[torch.Tensor]
 
@@ -140,8 +143,10 @@ def fsdp(mixed: bool = False) -> Results:
     for layer in (module[0], module[2]):
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(module, mesh=mesh, **options)
-    if mixed:  # Adam, again, would make steps of rounding errors, which are bfloat16's here and differ between devices
-        return train(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    if mixed:
+        # Adam would, again, make steps of rounding errors, which are bfloat16's here and differ between devices. Before a
+        # norm gradients are small: a lower rate would hide in the tolerance what a wrong reduction does.
+        return train(module, torch.optim.SGD(module.parameters(), lr=1.0))
     return train(module, torch.optim.AdamW(module.parameters(), lr=0.01, eps=ADAM_EPS))
 
 
@@ -329,6 +334,6 @@ def check_same(expected: Mapping[str, Results], got: Mapping[str, Results]) -> N
     """Of each scenario, by name, what two backends gave."""
     for name, results in expected.items():
         assert len(results) == len(got[name]) > 0, name
-        tolerance = ROUGHLY if "hook" in name or "mixed" in name else TOLERANCE
+        tolerance = ROUGHLY if "hook" in name else MIXED if "mixed" in name else TOLERANCE
         for number, (left, right) in enumerate(zip(results, got[name], strict=True)):
             torch.testing.assert_close(right, left, **tolerance, msg=lambda text, n=number, s=name: f"{s} {n}: {text}")

@@ -144,8 +144,8 @@ def fsdp(mixed: bool = False) -> Results:
         fully_shard(layer, mesh=mesh, **options)
     fully_shard(module, mesh=mesh, **options)
     if mixed:
-        # Adam would, again, make steps of rounding errors, which are bfloat16's here and differ between devices. Before a
-        # norm gradients are small: a lower rate would hide in the tolerance what a wrong reduction does.
+        # Adam would make steps of rounding errors, which are bfloat16's here and differ between devices. Before a norm
+        # gradients are small: a lower rate would hide in the tolerance what a wrong reduction does.
         return train(module, torch.optim.SGD(module.parameters(), lr=1.0))
     return train(module, torch.optim.AdamW(module.parameters(), lr=0.01, eps=ADAM_EPS))
 

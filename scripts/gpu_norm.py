@@ -43,7 +43,6 @@ from gpu_norm_cases import (
 )
 from gpu_ranks import Call, Rank, capability, num_sms, on_gpus
 
-from symmcomm.env import ask_for_hardware_queues
 from symmcomm.schedule import select_norm
 from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.select_norm import Form, RowLaunch
@@ -298,7 +297,6 @@ def main() -> None:
     arguments.parts = arguments.parts or list(LONE_PARTS if arguments.world_size == 1 else PARTS)
     if not set(arguments.parts) <= set(possible):
         raise SystemExit(f"parts of a world of {arguments.world_size}: {', '.join(possible)}")
-    ask_for_hardware_queues()  # for ranks that share a GPU
     on_gpus(run, arguments.world_size, arguments)
 
 

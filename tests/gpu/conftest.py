@@ -1,10 +1,21 @@
 """Before CUDA starts: local worlds of many ranks need a hardware queue for each stream (``testing.local_world``)."""
 
+import os
+
 import pytest
 
 from symmcomm.env import ask_for_hardware_queues
 
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_users_own = _QUEUES in os.environ
 ask_for_hardware_queues()
+
+
+@pytest.fixture(autouse=True)
+def _queues_for_local_worlds_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests start has contexts as usual: those with more queues are slow to make, and few fit on a GPU."""
+    if not _users_own and not request.path.name.startswith("test_local_"):
+        monkeypatch.delenv(_QUEUES)
 
 
 @pytest.hookimpl(trylast=True)

@@ -422,9 +422,17 @@ def killed(num_gpus: int) -> float:
         return time.monotonic() - began
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_killed_rank_is_noticed_at_once(world_size: int) -> None:
-    results = start(killed, world_size, PAIR, check=False)
+@pytest.mark.parametrize(
+    ("world_size", "env"),
+    [
+        pytest.param(2, {}, id="2"),
+        pytest.param(3, {}, id="3"),
+        pytest.param(2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, id="2-and-one-hardware-queue"),
+    ],
+)
+def test_a_killed_rank_is_noticed_at_once(world_size: int, env: dict[str, str]) -> None:
+    """Also where all streams share one hardware queue, as Megatron-LM has it."""
+    results = start(killed, world_size, PAIR, check=False, env=env)
     for result in results[:1] + results[2:]:
         assert result.ok, result.report()
         assert result.value < 10  # the deadline is a minute

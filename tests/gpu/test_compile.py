@@ -37,6 +37,7 @@ def ptx_of(kernel: Any, arch: str, directory: Path) -> str:
     ptx: str = built.__ptx__
     assert f".target {arch}" in ptx
     assert ".local" not in ptx  # nothing indexed at run time, nothing spilled by the compiler's front half
+    assert ".shared" not in ptx  # only norms have such memory: scripts/sanitize.sh looks for races in no other kernel
     return ptx
 
 

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from test_compile import PER_ARCHITECTURE, ptx_of
 
 from symmcomm.schedule.layout_gpu import NUM_MESSAGE_LANES, NUM_MESSAGE_SLOTS, Layout, MessageLayout
 
 pytest.importorskip("cutlass")
 
-from symmcomm.kernels.gpu.compile import compile_kernel, compiled
+from symmcomm.kernels.gpu.compile import compiled
 from symmcomm.kernels.gpu.point_to_point import Message
 from symmcomm.kernels.gpu.words import StoreWords, SwapSignal
-
-PER_ARCHITECTURE = pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-
-
-def ptx_of(kernel: Any, arch: str, directory: Path) -> str:
-    built = compile_kernel(kernel, arch, f"--keep-ptx --keep-cubin --dump-dir {directory}")
-    assert len(built.__cubin__) > 1000
-    ptx: str = built.__ptx__
-    assert ".local" not in ptx
-    return ptx
 
 
 @PER_ARCHITECTURE

@@ -26,11 +26,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from symmcomm.bench.virtual_place import VirtualRank, reserved
+from symmcomm.bench.virtual_place import VirtualRank
 from symmcomm.kernels.gpu.compile import Kernel, compiled
+from symmcomm.schedule.layout_gpu import MessageLayout
 from symmcomm.testing.local_world import LocalWorld
 
-WORLD_SIZE, STAGING = 2, 16 << 20
+WORLD_SIZE = 2
 SIZES = [1 << 10, 128 << 10, 1 << 20, 8 << 20, 32 << 20]
 
 
@@ -62,8 +63,8 @@ def calls(ranks: list[VirtualRank]) -> Iterator[tuple[str, list[Callable[[], Any
 def first_uses(directory: Path) -> dict[str, tuple[float, float]]:
     """Milliseconds of the first call and of the second, of each kernel that was not there before."""
     torch.zeros(1, device="cuda")
-    world = LocalWorld(WORLD_SIZE, reserved(WORLD_SIZE, STAGING) + 3 * SIZES[-1])
-    ranks = [VirtualRank(world, rank, torch.device("cuda", 0), STAGING) for rank in range(WORLD_SIZE)]
+    world = LocalWorld(WORLD_SIZE, MessageLayout.create(WORLD_SIZE).end + 3 * SIZES[-1])
+    ranks = [VirtualRank(world, rank, torch.device("cuda", 0)) for rank in range(WORLD_SIZE)]
     kernels: list[Kernel] = []
 
     def noted(kernel: Kernel, arch: str) -> Callable[..., None]:

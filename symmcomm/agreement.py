@@ -31,9 +31,8 @@ def agree(
     given = "" if topology is None else hashlib.sha256(json.dumps(topology.to_json()).encode()).hexdigest()[:16]
     mine = {"version": _VERSION, "SYMMCOMM_HEAP_MAX_BYTES": settings.heap_max_bytes, "torch": torch.__version__,
             "SYMMCOMM_STAGING_BYTES": settings.staging_bytes, "SYMMCOMM_SPIN": settings.spin,
-            "the topology's checksum": given, "SYMMCOMM_GPU_STAGING_BYTES": settings.gpu_staging_bytes,
-            "SYMMCOMM_GPU_MEMORY": settings.gpu_memory, "SYMMCOMM_SHARE_GPU": settings.share_gpu,
-            "device": "cuda" if with_gpu else "cpu"}  # fmt: skip
+            "the topology's checksum": given, "SYMMCOMM_GPU_MEMORY": settings.gpu_memory,
+            "SYMMCOMM_SHARE_GPU": settings.share_gpu, "device": "cuda" if with_gpu else "cpu"}  # fmt: skip
     answers = [json.loads(answer) for answer in all_gather(json.dumps([mine, cores]).encode())]
     for peer, (theirs, _) in enumerate(answers):
         for name, value in mine.items():

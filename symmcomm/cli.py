@@ -246,13 +246,15 @@ def doctor(
 def tune(
     nproc: Nproc = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE", parser=checked(parse_output), help="The table.")
+        Path | None,
+        typer.Option("--output", metavar="FILE", parser=checked(parse_output), help="Default: SYMMCOMM_TUNING."),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="The median counts.")] = tuning.ROUNDS,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed rounds; the median counts.")] = tuning.ROUNDS,
 ) -> None:
-    """Measures at which sizes GPU kernels change best, and writes the table that later runs read (SYMMCOMM_TUNING).
+    """Measures the sizes at which one GPU kernel becomes faster than another, and writes the table that later runs read
+    (SYMMCOMM_TUNING).
 
-    Starts a rank a GPU by torchrun, or joins the ranks of a launcher.
+    Starts one rank per GPU by torchrun, or joins the ranks of a launcher.
     """
     launch = Launch.from_env()
     if joined(launch) is None:
@@ -287,11 +289,12 @@ def plan(
         ),
     ],
     num_bytes: Annotated[
-        int, typer.Option("--bytes", metavar="SIZE", parser=checked(parse_bytes), show_default="64M", help="Of input.")
+        int,
+        typer.Option("--bytes", metavar="SIZE", parser=checked(parse_bytes), show_default="64M", help="Per rank."),
     ] = 64 << 20,
     dtype: Dtype = DType.float32,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", parser=checked(parse_plot), help="For the best plan.")
+        Path | None, typer.Option("--plot", metavar="FILE", parser=checked(parse_plot), help="Draws the best plan.")
     ] = None,
     json_file: JsonFile = None,
     scale: Annotated[bool, typer.Option("--scale", help="Also: 8 to 4096 ranks on a modelled cluster.")] = False,

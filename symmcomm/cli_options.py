@@ -35,13 +35,13 @@ def checked(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
 
 def parse_dtype(text: str) -> DType:
     if text not in DType.__members__:
-        raise ArgumentError(f"{text!r} is no dtype: expected one of {', '.join(DType.__members__)}")
+        raise ArgumentError(f"{text!r} is not a dtype: expected one of {', '.join(DType.__members__)}")
     return DType[text]
 
 
 def parse_op(text: str) -> Op:
     if text not in Op.__members__:
-        raise ArgumentError(f"{text!r} is no reduction: expected one of {', '.join(Op.__members__)}")
+        raise ArgumentError(f"{text!r} is not a reduction: expected one of {', '.join(Op.__members__)}")
     return Op[text]
 
 
@@ -94,7 +94,7 @@ End = Annotated[
     int,
     typer.Option("--end", "-e", metavar="SIZE", parser=checked(parse_bytes), show_default="64M", help="Last size."),
 ]
-Factor = Annotated[float, typer.Option("--factor", "-f", help="From one size to the next.")]
+Factor = Annotated[float, typer.Option("--factor", "-f", help="Ratio of each size to the one before.")]
 Dtype = Annotated[
     DType,
     typer.Option(
@@ -119,7 +119,9 @@ Peers = Annotated[
 ]
 Rounds = Annotated[
     int | None,
-    typer.Option("--rounds", callback=_check_rounds, help="The median counts. Default: 5 on CPUs, 20 on GPUs."),
+    typer.Option(
+        "--rounds", callback=_check_rounds, help="Timed rounds; medians are reported. Default: 5 on CPUs, 20 on GPUs."
+    ),
 ]
 OnDevice = Annotated[
     Device | None, typer.Option("--device", help="Default: cuda where there are two GPUs or more.")
@@ -138,8 +140,8 @@ VirtualRanks = Annotated[
     ),
 ]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", parser=checked(parse_output), help="For every figure.")
+    Path | None, typer.Option("--json", metavar="FILE", parser=checked(parse_output), help="Write all figures to FILE.")
 ]
 PlotFile = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", parser=checked(parse_plot), help="For time over size.")
+    Path | None, typer.Option("--plot", metavar="FILE", parser=checked(parse_plot), help="Plot time over size to FILE.")
 ]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from symmcomm.agreement import agree
 from symmcomm.bootstrap import Bootstrap, connect
 from symmcomm.bootstrap.host import check_same_host
+from symmcomm.checks import check_timeout
 from symmcomm.collectives.all_gather import all_gather_bytes, all_gather_into_tensor, broadcast, gather
 from symmcomm.collectives.all_reduce import all_reduce, reduce
 from symmcomm.collectives.all_to_all import all_to_all_single, scatter
@@ -252,21 +253,17 @@ class Communicator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None and self._failure is None and self._context[c.STATE] == c.OPEN:
-            self._abandon(error)
+        if error is not None:
+            self.abandon(error)
         self.close()
 
-    def _abandon(self, error: BaseException) -> None:
-        """Ends the communicator by an error that no kernel of the host met, and tells the peers, so that they need not
-        wait: this rank left a ``with`` block by an exception, or a kernel on the GPU gave up."""
-        self._failure = error
-        self._context[c.STATE] = c.FAILED
-        self.watch.tell(error)
-
     def abandon(self, error: BaseException) -> None:
-        """As if a wait had failed with this error."""
-        if self._failure is None and self.field(c.STATE) == c.OPEN:
-            self._abandon(error)
+        """Ends the communicator, if nothing has, by an error that no kernel of the host met, and tells the peers, so
+        that they need not wait: this rank left a ``with`` block by an exception, or a kernel on the GPU gave up."""
+        if self._failure is None and self.is_open:
+            self._failure = error
+            self._context[c.STATE] = c.FAILED
+            self.watch.tell(error)
 
     @contextlib.contextmanager
     def deadline(self, timeout_s: float | None) -> Iterator[None]:
@@ -274,8 +271,7 @@ class Communicator:
         if timeout_s is None:
             yield
             return
-        if not isinstance(timeout_s, int | float) or not timeout_s > 0:
-            raise ArgumentError(f"timeout_s={timeout_s!r} is not positive")
+        check_timeout(timeout_s)
         before, self.watch.timeout_s = self.watch.timeout_s, timeout_s
         try:
             yield
@@ -369,7 +365,7 @@ def init(
     settings = settings or Settings.from_env()
     gpu = parse_device(device)
     if topology is not None and not isinstance(topology, Topology):
-        raise ArgumentError(f"topology={topology!r} is no Topology: load_topology reads a file")
+        raise ArgumentError(f"topology={topology!r} is not a Topology: load_topology reads a file")
     if gpu is not None and gpu.type != "cuda":
         raise ArgumentError(f"device={device!r} is neither a CUDA device nor the host")
     timeout_s = settings.timeout_s

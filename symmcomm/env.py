@@ -28,9 +28,9 @@ def parse_bytes(text: str) -> int:
     try:
         size = float(number) * _UNITS[unit]
     except ValueError:
-        raise ArgumentError(f"{text!r} is no size: expected a number with an optional unit K, M, G or T") from None
+        raise ArgumentError(f"{text!r} is not a size: expected a number with an optional unit K, M, G or T") from None
     if not (size.is_integer() and size >= 0):  # neither are infinity and NaN
-        raise ArgumentError(f"{text!r} is no whole, non-negative number of bytes")
+        raise ArgumentError(f"{text!r} is not a whole, non-negative number of bytes")
     return int(size)
 
 
@@ -39,16 +39,16 @@ def _parse_bool(text: str) -> bool:
         return True
     if text.strip().lower() in ("", "0", "false", "no", "off"):
         return False
-    raise ArgumentError(f"{text!r} is no boolean: expected 0 or 1")
+    raise ArgumentError(f"{text!r} is not a boolean: expected 0 or 1")
 
 
 def _parse_seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        raise ArgumentError(f"{text!r} is no number of seconds") from None
+        raise ArgumentError(f"{text!r} is not a number of seconds") from None
     if not seconds > 0:
-        raise ArgumentError(f"{text!r} is no positive number of seconds")
+        raise ArgumentError(f"{text!r} is not a positive number of seconds")
     if seconds > MAX_TIMEOUT_S:
         raise ArgumentError(f"{text!r} is more than {MAX_TIMEOUT_S} seconds: every wait has a deadline")
     return seconds
@@ -58,7 +58,7 @@ def _parse_polls(text: str) -> int:
     try:
         polls = int(text)
     except ValueError:
-        raise ArgumentError(f"{text!r} is no whole number of polls") from None
+        raise ArgumentError(f"{text!r} is not a whole number of polls") from None
     if not -1 <= polls <= MAX_SPIN:
         raise ArgumentError(f"{text!r} is not in -1..{MAX_SPIN}")
     return polls
@@ -86,10 +86,10 @@ def _variable(name: str, parse: Any, default: Any, doc: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Values of all ``SYMMCOMM_*`` variables; ``variables()`` lists them for the README and ``symmcomm doctor``."""
+    """Values of all ``SYMMCOMM_*`` variables, as the README lists them."""
 
     timeout_s: float = _variable(
-        "SYMMCOMM_TIMEOUT_S", _parse_seconds, 300.0, "deadline of every wait for a peer, in seconds"
+        "SYMMCOMM_TIMEOUT_S", _parse_seconds, 300.0, "deadline of every wait for a peer, in seconds; at most 2 million"
     )
     heap_max_bytes: int = _variable(
         "SYMMCOMM_HEAP_MAX_BYTES",
@@ -101,7 +101,7 @@ class Settings:
         "SYMMCOMM_STAGING_BYTES",
         parse_bytes,
         20 << 20,
-        "buffer per rank through which ordinary (non-symmetric) tensors pass",
+        "buffer per rank through which ordinary (non-symmetric) CPU tensors pass",
     )
     single_copy: bool = _variable(
         "SYMMCOMM_SINGLE_COPY", _parse_bool, True,
@@ -117,12 +117,6 @@ class Settings:
         "auto",
         "how GPUs share memory: auto takes the first that works of cuda_vmm, fabric, cuda_ipc",
     )
-    gpu_staging_bytes: int = _variable(
-        "SYMMCOMM_GPU_STAGING_BYTES",
-        parse_bytes,
-        64 << 20,
-        "GPU memory per rank through which ordinary tensors pass where a call works on symmetric ones",
-    )
     share_gpu: bool = _variable("SYMMCOMM_SHARE_GPU", _parse_bool, False, "1 lets several ranks use one GPU")
     tuning: str = _variable(
         "SYMMCOMM_TUNING",
@@ -131,9 +125,12 @@ class Settings:
         "table of sizes at which GPU kernels change, written by symmcomm tune",
     )
     disable_multicast: bool = _variable(
-        "SYMMCOMM_DISABLE_MULTICAST", _parse_bool, False, "1 forbids NVLink multicast, whatever the hardware says"
+        "SYMMCOMM_DISABLE_MULTICAST",
+        _parse_bool,
+        False,
+        "1 forbids NVLink multicast; so do NCCL_NVLS_ENABLE=0, TORCH_SYMM_MEM_DISABLE_MULTICAST=1, "
+        "NVSHMEM_DISABLE_NVLS=1",
     )
-
     topology: str = _variable(
         "SYMMCOMM_TOPOLOGY", str, "", "file (TOML or JSON) that says what joins the ranks; else it is discovered"
     )
@@ -154,7 +151,7 @@ class Settings:
         return cls(**values)
 
     def variables(self) -> list[tuple[str, Any, str]]:
-        """(name, value in force, what it does), one a variable."""
+        """(name, value in force, what it does), one per variable."""
         return [(f.metadata["name"], getattr(self, f.name), f.metadata["doc"]) for f in fields(self)]
 
 
@@ -206,7 +203,7 @@ class Launch:
             try:
                 return int(text)
             except ValueError:
-                raise ArgumentError(f"{name}={text!r} is no whole number") from None
+                raise ArgumentError(f"{name}={text!r} is not a whole number") from None
 
         mpi, size = None, None
         if "OMPI_COMM_WORLD_SIZE" in environ:

@@ -36,7 +36,7 @@ class TopologyError(ArgumentError):
 
 
 class PlanError(SymmCommError, ValueError):
-    """A schedule is wrong; the message names the step and the rule that it breaks (``schedule.plan.simulate``)."""
+    """A schedule is wrong; the message names the step and the rule that it breaks (``schedule.simulate.simulate``)."""
 
 
 class OutOfSymmetricMemoryError(SymmCommError, MemoryError):
@@ -56,7 +56,7 @@ class ExchangeError(SymmCommError, RuntimeError):
 
 
 class DeviceError(SymmCommError, RuntimeError):
-    """A rank's device is none that the kernels run on, or the ranks' devices cannot share memory. On every rank."""
+    """The kernels do not run on a rank's device, or the ranks' devices cannot share memory. On every rank."""
 
 
 class CudaError(SymmCommError, RuntimeError):

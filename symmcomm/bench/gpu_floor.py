@@ -15,7 +15,7 @@ from symmcomm.kernels.gpu.limits import Empty, PingPong, Push
 
 PUSH_BYTES = 256 << 20
 _LAUNCHES, _ROUNDS, _PUSHES, _TIMES = 200, 1000, 4, 5
-_GRID, _THREADS, _VECTORS = 64, 512, 4  # what fills an NVLink 4 port; see the README
+_GRID, _THREADS, _VECTORS = 64, 512, 4  # what fills an NVLink 4 port
 
 
 class Reach(Protocol):

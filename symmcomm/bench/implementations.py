@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from symmcomm.bench.case import ROOT, Case, Collective
+from symmcomm.collectives.call import REDUCE_OPS
 from symmcomm.communicator import Communicator
 from symmcomm.schedule.cost import RingMode
 from symmcomm.schedule.dtypes import DType, Op, supports
@@ -29,10 +30,7 @@ _GLOO_DTYPES = (
     DType.float32, DType.float64, DType.float16, DType.bfloat16,
     DType.int8, DType.uint8, DType.int32, DType.int64,
 )
-_GLOO_OPS = {
-    Op.sum: dist.ReduceOp.SUM, Op.max: dist.ReduceOp.MAX, Op.min: dist.ReduceOp.MIN, Op.prod: dist.ReduceOp.PRODUCT,
-    Op.band: dist.ReduceOp.BAND, Op.bor: dist.ReduceOp.BOR, Op.bxor: dist.ReduceOp.BXOR,
-}
+_GLOO_OPS: dict[Op, dist.ReduceOp.RedOpType] = {op: theirs for op, theirs in REDUCE_OPS.items() if op is not Op.avg}
 
 
 @dataclass(frozen=True)

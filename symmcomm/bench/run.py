@@ -56,7 +56,7 @@ def parse_peers(text: str, installed: Iterable[str], device: Device = Device.cpu
             names.append(name)
         elif name != "none":
             expected = f"expected some of {', '.join(known)}, or {_SETS[device]}, or none"
-            raise ArgumentError(f"{name!r} is no peer on {device.value}: {expected}")
+            raise ArgumentError(f"{name!r} is not a peer on {device.value}: {expected}")
     return list(dict.fromkeys(names))
 
 

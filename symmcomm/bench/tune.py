@@ -129,8 +129,8 @@ def _times(comm: Communicator, lane: Lane, contest: Contest, size: int, rounds: 
 
 
 def tune(comm: Communicator, rounds: int, say: Say) -> Thresholds:
-    """Collective. Measures all thresholds, each with those found before it, by the median of ``rounds``. ``say`` gets
-    a line a measurement."""
+    """Collective. Measures the thresholds of CONTESTS, each with those found before it, by the median of ``rounds``;
+    the others keep their values. ``say`` gets one line per measurement."""
     gpu = comm.gpu_side
     lane = Lane(torch.cuda.Stream(gpu.device), gpu.barrier)  # type: ignore[no-untyped-call]
     with lane.current():

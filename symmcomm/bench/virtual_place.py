@@ -40,22 +40,20 @@ class VirtualRank(GpuCollectives):
     """One rank of a local world, with the collectives of a communicator's GPU side. Its memory is cut out of the heap
     from the bottom up, and given back all at once."""
 
-    def __init__(self, world: LocalWorld, rank: int, device: torch.device, staging_bytes: int) -> None:
+    def __init__(self, world: LocalWorld, rank: int, device: torch.device) -> None:
         self.local, self.rank, self.world_size, self.device = world, rank, world.world_size, device
         self.gpu, self.ordinal = self, device.index
         self.heap = cast(SymmetricHeap, SimpleNamespace(own_address=world.base + rank * world.stride))
         self.base, self.stride, self.layout = world.base, world.stride, world.layout
         self.num_sms, self.arch, self.arch_number = world.num_sms, world.arch, world.arch_number
-        self.table = MessageLayout.create(world.world_size).end
-        self._scratch, self.scratch_bytes = reserved(world.world_size, 0), staging_bytes
-        self.staging = world.bytes(rank, self._scratch, staging_bytes)
+        self.messages = MessageLayout.create(world.world_size)
         self._compiled, self._calls, self.thresholds = compiled, {}, select_gpu.DEFAULT
         self.early = False  # its ranks share a GPU
         self.ring_from = (RingMode.All2All, sys.maxsize)  # one GPU: never
         self._symmetric: set[tuple[int, int]] = set()
         self._stream = -1
         self._word = ctypes.c_uint32.from_address(world.records[rank].data_ptr())
-        self._first = self._next = reserved(world.world_size, staging_bytes)
+        self._first = self._next = self.messages.end
 
     def _change_stream(self, stream: int) -> None:
         """Nothing is to be ordered: the current stream is the rank's own."""
@@ -90,12 +88,6 @@ class VirtualRank(GpuCollectives):
         self._next = self._first
 
 
-def reserved(world_size: int, staging_bytes: int) -> int:
-    """What messages, a table of parts and staging memory take at the start of a heap."""
-    table = MessageLayout.create(world_size).end + 32 * world_size
-    return -(-table // 4096) * 4096 + staging_bytes
-
-
 class VirtualSymm(Symm):
     """This library on a virtual rank, which has the methods of a communicator that are called here."""
 
@@ -124,10 +116,8 @@ class VirtualPlace:
         torch.cuda.set_device(self.device)
         self.ranks = tuple(range(method.virtual_ranks))
         room = min(torch.cuda.mem_get_info()[0] // (4 * len(self.ranks)), _MOST_BYTES)
-        world = LocalWorld(
-            len(self.ranks), reserved(len(self.ranks), settings.gpu_staging_bytes) + room, settings.timeout_s
-        )
-        self._ranks = [VirtualRank(world, rank, self.device, settings.gpu_staging_bytes) for rank in self.ranks]
+        world = LocalWorld(len(self.ranks), MessageLayout.create(len(self.ranks)).end + room, settings.timeout_s)
+        self._ranks = [VirtualRank(world, rank, self.device) for rank in self.ranks]
         self._lanes = [Lane(stream, rank.barrier) for rank, stream in zip(self._ranks, world.streams, strict=True)]
         self._flush = l2_flush(self.device)
         self.implementations = [{name: _make(name, rank) for name in names} for rank in self._ranks]

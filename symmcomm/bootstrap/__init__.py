@@ -53,7 +53,7 @@ def connect(group: dist.ProcessGroup | None, timeout_s: float, launch: Launch | 
 
     Raises:
         BootstrapError: the environment contradicts itself, or the way to the other ranks cannot be opened.
-        ArgumentError: the caller is no member of ``group``.
+        ArgumentError: the caller is not a member of ``group``.
         PeerTimeoutError: a rank did not come within ``timeout_s`` seconds.
     """
     if group is not None:

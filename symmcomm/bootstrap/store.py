@@ -90,9 +90,9 @@ class StoreBootstrap:
 
 
 def connect_group(group: dist.ProcessGroup | None) -> StoreBootstrap:
-    """Through the store of an existing process group. Raises ArgumentError if the caller is no member of it."""
+    """Through the store of an existing process group. Raises ArgumentError if the caller is not a member of it."""
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise ArgumentError(f"group={group!r} is no process group that has this process as a member")
+        raise ArgumentError(f"group={group!r} is not a process group that has this process as a member")
     store = group.get_group_store()
     return StoreBootstrap(store, dist.get_rank(group), dist.get_world_size(group), "process group's store")
 
@@ -166,7 +166,7 @@ def _answers(host: str, port: int, rank: int, timeout_s: float) -> bool:
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except socket.gaierror as error:
-        raise BootstrapError(f"MASTER_ADDR={host!r} is no host that rank {rank} knows: {error}") from None
+        raise BootstrapError(f"MASTER_ADDR={host!r} is not a host that rank {rank} knows: {error}") from None
     except OSError:
         return False
     return True

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from symmcomm.collectives.arguments import check_rank, check_tensor, gpu_of
+from symmcomm.checks import check_rank
+from symmcomm.collectives.arguments import check_tensor, gpu_of
 from symmcomm.collectives.call import Kind, encode, parse_reduction
 from symmcomm.collectives.ring import ring_block
 from symmcomm.kernels.cpu.reduce import reduction

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmcomm.collectives.arguments import Ranked, check_list, check_tensor, gpu_of, prepare_pair, prepare_rooted
+from symmcomm.checks import Ranked
+from symmcomm.collectives.arguments import check_list, check_tensor, gpu_of, prepare_pair, prepare_rooted
 from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError, DTypeError
 from symmcomm.kernels.cpu.all_to_all import UNEVEN
@@ -90,11 +91,11 @@ def row_bytes(
             raise ArgumentError(f"{name} has {rows} rows, which world_size={self.world_size} does not divide")
         splits = [rows // self.world_size] * self.world_size
     if not isinstance(splits, Sequence):
-        raise ArgumentError(f"{name}_split_sizes={splits!r} is no sequence of whole numbers")
+        raise ArgumentError(f"{name}_split_sizes={splits!r} is not a sequence of whole numbers")
     if len(splits) != self.world_size:
         raise ArgumentError(f"{name}_split_sizes has {len(splits)} entries, world_size is {self.world_size}")
     if not all(isinstance(split, int) for split in splits):
-        raise ArgumentError(f"{name}_split_sizes={list(splits)} has an entry that is no whole number")
+        raise ArgumentError(f"{name}_split_sizes={list(splits)} has an entry that is not a whole number")
     if any(split < 0 for split in splits):
         raise ArgumentError(f"{name}_split_sizes={list(splits)} has a negative entry")
     if sum(splits) != rows:

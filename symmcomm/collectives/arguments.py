@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
+from symmcomm.checks import Ranked, check_rank
 from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError, DTypeError
 
@@ -15,13 +16,6 @@ if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
 
 _CPU = torch.device("cpu")
-
-
-class Ranked(Protocol):
-    """A communicator, or its GPU side."""
-
-    rank: int
-    world_size: int
 
 
 def gpu_of(comm: Communicator, tensor: object, name: str) -> GpuCollectives | None:
@@ -154,25 +148,19 @@ def prepare_rooted(
     return prepared
 
 
-def check_rank(comm: Ranked, rank: object, name: str) -> None:
-    """Raises ArgumentError unless ``rank`` names a rank of the communicator."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.world_size:
-        raise ArgumentError(f"{name}={rank!r} is no rank of this communicator (0..{comm.world_size - 1})")
-
-
 def parse_device(device: object) -> torch.device | None:
     """The device that ``device`` names; None for the host. Raises ArgumentError if it names none."""
     try:
         parsed = _CPU if device is None else torch.device(device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device={device!r} is no device: {str(error).splitlines()[0]}") from None
+        raise ArgumentError(f"device={device!r} is not a device: {str(error).splitlines()[0]}") from None
     return None if parsed.type == "cpu" else parsed
 
 
 def check_whole(value: object, name: str) -> None:
     """Raises ArgumentError unless the value is a whole number."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentError(f"{name}={value!r} is no whole number")
+        raise ArgumentError(f"{name}={value!r} is not a whole number")
 
 
 def check_list(

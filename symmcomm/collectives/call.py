@@ -79,23 +79,32 @@ def decode(word: int) -> dict[str, object]:
     return call
 
 
-_REDUCE_OPS = {
-    dist.ReduceOp.SUM: Op.sum, dist.ReduceOp.AVG: Op.avg, dist.ReduceOp.MAX: Op.max, dist.ReduceOp.MIN: Op.min,
-    dist.ReduceOp.PRODUCT: Op.prod, dist.ReduceOp.BAND: Op.band, dist.ReduceOp.BOR: Op.bor, dist.ReduceOp.BXOR: Op.bxor,
+REDUCE_OPS = {
+    Op.sum: dist.ReduceOp.SUM, Op.avg: dist.ReduceOp.AVG, Op.max: dist.ReduceOp.MAX, Op.min: dist.ReduceOp.MIN,
+    Op.prod: dist.ReduceOp.PRODUCT, Op.band: dist.ReduceOp.BAND, Op.bor: dist.ReduceOp.BOR, Op.bxor: dist.ReduceOp.BXOR,
 }  # fmt: skip
+"""torch's names."""
+_OPS = {theirs: ours for ours, theirs in REDUCE_OPS.items()}
+
+
+@cache
+def parse_dtype(dtype: torch.dtype) -> DType:
+    """The library's own name. Raises DTypeError for a dtype that cannot be reduced."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DType.__members__:
+        raise DTypeError(f"dtype {dtype} cannot be reduced; supported are {', '.join(DType.__members__)}")
+    return DType[name]
 
 
 def parse_reduction(dtype: torch.dtype, op: object) -> tuple[DType, Op]:
     """The library's own names. Raises DTypeError, or ArgumentError for an op that is none."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DType.__members__:
-        raise DTypeError(f"dtype {dtype} cannot be reduced; supported are {', '.join(DType.__members__)}")
+    own = parse_dtype(dtype)
     if isinstance(op, str) and op in Op.__members__:
         parsed = Op[op]
-    elif not isinstance(op, str) and isinstance(op, Hashable) and op in _REDUCE_OPS:
-        parsed = _REDUCE_OPS[op]
+    elif not isinstance(op, str) and isinstance(op, Hashable) and op in _OPS:
+        parsed = _OPS[op]
     else:
-        raise ArgumentError(f"op={op!r} is no reduction; known are {', '.join(Op.__members__)}")
-    if not supports(DType[name], parsed):
+        raise ArgumentError(f"op={op!r} is not a reduction; known are {', '.join(Op.__members__)}")
+    if not supports(own, parsed):
         raise DTypeError(f"op={parsed.name} is not defined for dtype {dtype}")
-    return DType[name], parsed
+    return own, parsed

@@ -16,8 +16,9 @@ from itertools import chain
 
 import torch
 
+from symmcomm.checks import check_rank
 from symmcomm.collectives.all_to_all import check_apart, even_part, row_bytes
-from symmcomm.collectives.arguments import check_list, check_pair, check_place, check_rank
+from symmcomm.collectives.arguments import check_list, check_pair, check_place
 from symmcomm.collectives.call import Kind, parse_reduction
 from symmcomm.collectives.gpu_forms import Forms
 from symmcomm.collectives.gpu_memory import GpuMemory
@@ -140,11 +141,8 @@ class GpuCollectives(GpuMemory):
             return lambda address: run(function, address, address, count, grid)
         if keeps:
             return lambda address: run(forms[(address | num_bytes) & 15], address, address, count, grid)
-        if num_bytes <= self.scratch_bytes:
-            nowhere = own + self.scratch(num_bytes)
-            return lambda address: run(forms[(address | num_bytes) & 15], address, nowhere, count, grid)
-        somewhere = partial(torch.empty, num_bytes, dtype=torch.uint8, device=self.device)
-        return lambda address: run(forms[(address | num_bytes) & 15], address, somewhere().data_ptr(), count, grid)
+        nowhere = partial(torch.empty, num_bytes, dtype=torch.uint8, device=self.device)
+        return lambda address: run(forms[(address | num_bytes) & 15], address, nowhere().data_ptr(), count, grid)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: object = "sum") -> None:
         """As ``all_reduce``, but only rank ``dst`` gets the result; the other ranks' tensors keep their values."""
@@ -312,9 +310,9 @@ class GpuCollectives(GpuMemory):
         """Parts of any size, a row for each rank: bytes that go there and their offset from ``source``, bytes that come
         from there and their offset from ``target``."""
         shape = select_gpu.uneven_shape(self.world_size, self.num_sms)
-        self.launch(StoreWords(num=4 * self.world_size), self.table, tuple(chain.from_iterable(rows)))
+        self.launch(StoreWords(num=4 * self.world_size), self.messages.parts, tuple(chain.from_iterable(rows)))
         kernel = instances.all_to_all_uneven(shape, self.world_size)
-        self.launch(kernel, source, target, self.heap.own_address + self.table, shape.grid)
+        self.launch(kernel, source, target, self.heap.own_address + self.messages.parts, shape.grid)
 
     def gather(
         self, tensor: torch.Tensor, gather_list: Sequence[torch.Tensor] | None = None, dst: int = 0

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from symmcomm.checks import check_timeout
 from symmcomm.collectives.arguments import check_tensor
 from symmcomm.collectives.gpu_alarm import Alarm
 from symmcomm.collectives.gpu_streams import GpuStreams
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
     from symmcomm.kernels.gpu.compile import Kernel
 
-_ROW_BYTES = 32  # of a table of parts, see ``kernels.gpu.all_to_all``
-_LEAST_SCRATCH = 4 << 20  # all that LL kernels take
 _STOPPED = 2  # first word of a record that the host wrote: nothing can be launched any more
 
 
@@ -98,12 +97,12 @@ class GpuMemory:
     Attributes:
         rank, world_size: of the communicator. device: the GPU.
         heap: the symmetric heap; peer p's is at ``base + p · stride`` (``base``, ``stride``).
-        layout: of its start.
+        layout, messages: of its start.
         num_sms: SMs that a kernel of any rank may use: the smallest share, as grids must agree.
         arch, arch_number: for which kernels are compiled, as "sm_90a" and 90.
         early: whether small kernels may start early (``kernels.gpu.context``): each rank has a GPU of its own that can.
         facts: about all ranks' GPUs. choice: how they share memory, and why.
-        scratch_bytes: the most that ``scratch`` gives. timeout_s: deadline of a wait, in seconds.
+        timeout_s: deadline of a wait, in seconds.
         thresholds: sizes by which kernels are chosen.
         streams: of the GPU.
         topology, ring_from: as of the communicator, for its GPUs.
@@ -121,16 +120,13 @@ class GpuMemory:
         places = [(each.host, each.uuid) for each in facts]
         self.num_sms = max(1, min(each.num_sms // places.count((each.host, each.uuid)) for each in facts))
         self.early = self.arch_number >= 90 and len(set(places)) == len(places)
-        self.layout = Layout.create(self.world_size)
+        self.layout, self.messages = Layout.create(self.world_size), MessageLayout.create(self.world_size)
         self.signal_pad = self.layout.swap_pad
         self._compiled = compiled
-        self.table = MessageLayout.create(self.world_size).end
-        self._scratch = -(-(self.table + self.world_size * _ROW_BYTES) // 4096) * 4096
         self.cuda_device = CudaDevice(fact.ordinal)
-        self.scratch_bytes = max(comm.settings.gpu_staging_bytes, _LEAST_SCRATCH)
         exchange = DescriptorExchange(self.rank, self.world_size, comm.all_gather_bytes, self.timeout_s)
         self.heap = SymmetricHeap(
-            self.rank, self.world_size, self._scratch + self.scratch_bytes, comm.settings.heap_max_bytes, exchange,
+            self.rank, self.world_size, self.messages.end, comm.settings.heap_max_bytes, exchange,
             provider=_provider(self.cuda_device, choice), agree=comm.all_gather_bytes,
         )  # fmt: skip
         self.base, self.stride = self.heap.base, self.heap.stride
@@ -211,18 +207,6 @@ class GpuMemory:
             (start, size) for start, size in self._symmetric if not offset <= start < offset + max(num_bytes, 1)
         }
 
-    def scratch(self, num_bytes: int) -> int:
-        """Heap offset of staging memory, which the next call that asks will use too. Calls follow each other on the
-        stream, so it is free again once the kernels launched in between are through.
-
-        Raises ArgumentError for more than ``scratch_bytes``.
-        """
-        if num_bytes > self.scratch_bytes:
-            raise ArgumentError(
-                f"{num_bytes} bytes of staging memory were asked for, SYMMCOMM_GPU_STAGING_BYTES={self.scratch_bytes}"
-            )
-        return self._scratch
-
     def check_tensor(self, tensor: object, name: str) -> None:
         """Raises ArgumentError unless it is dense, contiguous, and on the device."""
         check_tensor(tensor, name, self.device)
@@ -289,8 +273,7 @@ class GpuMemory:
         if timeout_s is None:
             yield
             return
-        if not timeout_s > 0:
-            raise ArgumentError(f"timeout_s={timeout_s} is not positive")
+        check_timeout(timeout_s)
         self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(timeout_s * 1e9),))
         try:
             yield

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symmcomm.collectives.arguments import Ranked, check_list, check_tensor, gpu_of
+from symmcomm.checks import Ranked
+from symmcomm.collectives.arguments import check_list, check_tensor, gpu_of
 from symmcomm.collectives.call import Kind, encode
 from symmcomm.errors import ArgumentError, DTypeError
 from symmcomm.kernels.cpu.all_to_all import UNEVEN
@@ -29,9 +30,10 @@ def all_gather(self: Communicator, tensor_list: Sequence[torch.Tensor], tensor: 
         return gpu.all_gather(tensor_list, tensor)
     check_tensor(tensor, "tensor")
     parts = check_list(self, tensor_list, tensor, "tensor_list", self.rank)
-    self.targets[:] = [part.data_ptr() for part in parts]
     call = encode(Kind.all_gather_into_tensor, tensor.dtype)
-    status = self.kernels.all_gather(self.ctx, call, tensor.data_ptr(), tensor.nbytes, -1, -1, 0, 0)
+    with self.tables():
+        self.targets[:] = [part.data_ptr() for part in parts]
+        status = self.kernels.all_gather(self.ctx, call, tensor.data_ptr(), tensor.nbytes, -1, -1, 0, 0)
     if status:
         self.fail(status)
 
@@ -46,12 +48,13 @@ def all_to_all(self: Communicator, output_list: Sequence[torch.Tensor], input_li
     if input_list and (gpu := gpu_of(self, input_list[0], "input_list[0]")) is not None:
         return gpu.all_to_all(output_list, input_list)
     check_lists(self, output_list, input_list)
-    self.outgoing[0::2] = [part.nbytes for part in input_list]
-    self.outgoing[1::2] = [part.data_ptr() for part in input_list]  # offsets from address 0
-    self.expected[:] = [part.nbytes for part in output_list]
-    self.targets[:] = [part.data_ptr() for part in output_list]
     call = encode(Kind.all_to_all_single, input_list[0].dtype)
-    status = self.kernels.all_to_all(self.ctx, call, 0, UNEVEN, -1, 0)
+    with self.tables():
+        self.outgoing[0::2] = [part.nbytes for part in input_list]
+        self.outgoing[1::2] = [part.data_ptr() for part in input_list]  # offsets from address 0
+        self.expected[:] = [part.nbytes for part in output_list]
+        self.targets[:] = [part.data_ptr() for part in output_list]
+        status = self.kernels.all_to_all(self.ctx, call, 0, UNEVEN, -1, 0)
     if status:
         self.fail(status)
 

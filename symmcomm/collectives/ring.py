@@ -72,9 +72,9 @@ def checked_plan(
             raise ArgumentError(f"num_blocks={num_blocks} is for rings, ring_mode is {mode}")
         return None
     if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or not 0 <= num_blocks < NUM_BLOCKS_LIMIT:
-        raise ArgumentError(f"num_blocks={num_blocks!r} is no whole number of 0..{NUM_BLOCKS_LIMIT - 1}")
+        raise ArgumentError(f"num_blocks={num_blocks!r} is not a whole number of 0..{NUM_BLOCKS_LIMIT - 1}")
     if not isinstance(mode, RingMode | Plan):
-        raise ArgumentError(f"ring_mode={mode!r} is no RingMode, Plan or None")
+        raise ArgumentError(f"ring_mode={mode!r} is not a RingMode, a Plan or None")
     gathers = kind is Kind.all_reduce
     if isinstance(mode, RingMode):
         plan = plan_of(mode, topology)

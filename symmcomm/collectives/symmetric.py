@@ -41,7 +41,7 @@ def empty(
     """
     shape = _shape(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
     if not isinstance(dtype, torch.dtype):
-        raise DTypeError(f"dtype={dtype!r} is no torch.dtype")
+        raise DTypeError(f"dtype={dtype!r} is not a torch.dtype")
     self.check_open()
     place = parse_device(device)
     gpu = None if place is None else self.gpu_on(place)
@@ -62,7 +62,7 @@ def _shape(entries: Sequence[object]) -> tuple[int, ...]:
     except TypeError:
         shape = (-1,)
     if any(n < 0 for n in shape):
-        raise ArgumentError(f"size={tuple(entries)} has an entry that is no non-negative whole number")
+        raise ArgumentError(f"size={tuple(entries)} has an entry that is not a whole number >= 0")
     return shape
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symmcomm.collectives.call import REDUCE_OPS
 from symmcomm.communicator import Communicator
 from symmcomm.errors import ArgumentError, DTypeError
 
@@ -35,10 +36,7 @@ def parts(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-_REDUCTIONS = {"sum": "SUM", "avg": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT", "band": "BAND", "bor": "BOR",
-               "bxor": "BXOR"}  # fmt: skip
-
-NAMES = {hash(dist.ReduceOp(getattr(dist.ReduceOp, theirs))): ours for ours, theirs in _REDUCTIONS.items()}
+NAMES = {hash(dist.ReduceOp(theirs)): ours.name for ours, theirs in REDUCE_OPS.items()}
 """The communicator's operations by hash of a ReduceOp, which is its kind: comparing two takes longer than a call."""
 
 
@@ -49,7 +47,8 @@ def parse(op: dist.ReduceOp, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     if name is not None:
         return name, parts(tensor) if tensor.is_complex() and name in ("sum", "avg") else tensor
     if op != dist.ReduceOp.PREMUL_SUM:  # type: ignore[comparison-overlap]  # they compare by kind
-        raise ArgumentError(f"op={op} is no reduction; known are {', '.join(_REDUCTIONS.values())}, PREMUL_SUM")
+        known = ", ".join(theirs.name for theirs in REDUCE_OPS.values())
+        raise ArgumentError(f"op={op} is not a reduction; known are {known}, PREMUL_SUM")
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise DTypeError(f"op=premul_sum is not defined for dtype {tensor.dtype}")
     factor: Any = op.__getstate__()

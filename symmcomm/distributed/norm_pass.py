@@ -26,7 +26,8 @@ from torch.fx import GraphModule, Node
 from symmcomm.distributed import norm_ops  # noqa: F401  # registers the operator
 from symmcomm.distributed.process_group import SymmProcessGroup
 from symmcomm.distributed.torch_ops import _group
-from symmcomm.fused.rows import DTYPES, MAX_HIDDEN
+from symmcomm.fused.rows import DTYPES
+from symmcomm.schedule.select_norm import MAX_HIDDEN
 
 _ALL_REDUCES = ("symmcomm.all_reduce", "_c10d_functional.all_reduce")
 _CASTS = ("_to_copy", "to", "float", "type_as", "convert_element_type")

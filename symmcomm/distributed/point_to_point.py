@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from symmcomm.collectives.arguments import check_rank
+from symmcomm.checks import check_rank
 from symmcomm.collectives.mismatch import explain_message
 from symmcomm.communicator import Communicator
 from symmcomm.distributed.calls import as_dense, settle

@@ -38,7 +38,6 @@ from symmcomm.memory.handle import Side
 
 _GROUP_HEAP_BYTES = 4 << 30  # address space a rank of groups other than the default one
 _GROUP_STAGING_BYTES = 3 << 20
-_GROUP_GPU_STAGING_BYTES = 16 << 20
 
 _SPINS_BESIDE = 20_000  # some 0.5 ms
 
@@ -74,7 +73,6 @@ class SymmProcessGroup(dist.ProcessGroup):
                 settings,
                 heap_max_bytes=min(settings.heap_max_bytes, _GROUP_HEAP_BYTES),
                 staging_bytes=min(settings.staging_bytes, _GROUP_STAGING_BYTES),
-                gpu_staging_bytes=min(settings.gpu_staging_bytes, _GROUP_GPU_STAGING_BYTES),
             )
         bootstrap = StoreBootstrap(store, rank, size, "process group's store")
         self.comm: Communicator = init(settings=settings, bootstrap=bootstrap)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
+from symmcomm.checks import check_rank
 from symmcomm.communicator import Communicator
 from symmcomm.distributed.process_group import SymmProcessGroup
 from symmcomm.errors import ArgumentError
@@ -55,8 +56,7 @@ class GroupHandle(SymmetricHandle):
         self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0
     ) -> torch.Tensor:
         """The rank's copy as a tensor of ``sizes``, starting ``storage_offset`` elements in."""
-        if not 0 <= rank < self.world_size:
-            raise ArgumentError(f"rank={rank} is no rank of this group (0..{self.world_size - 1})")
+        check_rank(self, rank, "rank")
         whole = SymmetricHandle(self._owner, self._offset, self.buffer_size)
         return whole.get_buffer(self._owner_ranks[rank], sizes, dtype, storage_offset or 0)
 

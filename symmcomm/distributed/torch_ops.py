@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, _resolve_process_group
 from torch.library import custom_op
 
+from symmcomm.collectives.call import REDUCE_OPS
 from symmcomm.errors import ArgumentError, DTypeError
-
-_OPS = {"sum": "SUM", "avg": "AVG", "max": "MAX", "min": "MIN", "prod": "PRODUCT", "band": "BAND", "bor": "BOR",
-        "bxor": "BXOR"}  # fmt: skip
+from symmcomm.schedule.dtypes import Op
 
 
 def _group(name: str) -> dist.ProcessGroup:
@@ -29,15 +28,15 @@ def _group(name: str) -> dist.ProcessGroup:
 
 
 def _op(name: str) -> Any:
-    if name not in _OPS:
-        raise ArgumentError(f"op={name!r} is no reduction; known are {', '.join(_OPS)}")
-    return getattr(dist.ReduceOp, _OPS[name])
+    if name not in Op.__members__:
+        raise ArgumentError(f"op={name!r} is not a reduction; known are {', '.join(Op.__members__)}")
+    return REDUCE_OPS[Op[name]]
 
 
 def _part(tensor: torch.Tensor, size: int) -> list[int]:
     """Shape of one rank's part of dimension 0."""
     if tensor.dim() == 0 or tensor.shape[0] % size:
-        raise ArgumentError(f"dimension 0 of shape {tuple(tensor.shape)} is no multiple of the group's size {size}")
+        raise ArgumentError(f"dimension 0 of shape {tuple(tensor.shape)} is not a multiple of the group's size {size}")
     return [tensor.shape[0] // size, *tensor.shape[1:]]
 
 

@@ -16,7 +16,7 @@ def check_numbers(eps: object, weight_bias: object) -> tuple[float, float]:
     """Raises ArgumentError unless both are finite numbers, and ``eps`` is not negative."""
     for name, value in (("eps", eps), ("weight_bias", weight_bias)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ArgumentError(f"{name}={value!r} is no finite number")
+            raise ArgumentError(f"{name}={value!r} is not a finite number")
     assert isinstance(eps, int | float)
     assert isinstance(weight_bias, int | float)
     if eps < 0:

@@ -225,7 +225,7 @@ def reduce_scatter_rms_norm_all_gather(
         input: contiguous; this rank's contribution to all rows. Symmetric, and as ``out`` too, nothing is staged.
         residual: (own rows, hidden).
         max_ctas: the most CTAs of a GPU that any kernel of the call takes, 1 to 64, so that a matrix product runs
-            beside it; torch's copies excepted, where rows are no multiple of the ranks or ``out`` has gaps, and the
+            beside it; torch's copies excepted, where rows are not a multiple of the ranks or ``out`` has gaps, and the
             reduce-scatter of rows that no one kernel norms (more than eight ranks; float32 rows of more than 16384
             elements between five and more).
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from symmcomm.collectives.call import parse_dtype
 from symmcomm.fused.call import Task
-from symmcomm.fused.rows import MAX_HIDDEN
 from symmcomm.schedule.dtypes import DType
+from symmcomm.schedule.select_norm import MAX_HIDDEN
 
 if TYPE_CHECKING:
     from symmcomm.communicator import Communicator
@@ -38,7 +39,7 @@ def entries(dtype: torch.dtype, has_residual: bool, keeps: bool, scaled: bool, h
     """Addresses of ``add`` and ``normalise``, compiled on first use (a second each)."""
     from symmcomm.kernels.cpu import norm
 
-    own = DType[str(dtype).removeprefix("torch.")]
+    own = parse_dtype(dtype)
     parts = norm.WITH_RESIDUAL * has_residual | norm.KEEPS * keeps
     out_dtype = DType.float8_e4m3fn if scaled else own
     return norm.add_entry(own, parts), norm.normalise_entry(own, out_dtype, has_bias, norm.keeps_exactly(own, parts))

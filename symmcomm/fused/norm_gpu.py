@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from symmcomm.collectives.call import parse_dtype
 from symmcomm.collectives.gpu import GpuCollectives
 from symmcomm.fused.call import Call, Heads, Task
 from symmcomm.kernels.gpu import norm_instances
@@ -38,11 +39,6 @@ def _device_of(index: int) -> tuple[str, int, int]:
     """(architecture, its number, SMs) of a GPU."""
     facts = torch.cuda.get_device_properties(index)
     return architecture((facts.major, facts.minor)), 10 * facts.major + facts.minor, facts.multi_processor_count
-
-
-@lru_cache(maxsize=64)
-def _dtype(dtype: torch.dtype) -> DType:
-    return DType[str(dtype).removeprefix("torch.")]
 
 
 @lru_cache(maxsize=_MAX_PREPARED)
@@ -91,7 +87,7 @@ def _options(task: Task, index: int, early: bool) -> tuple[bool, ...]:
     itemsize = task.dtype.itemsize
     scale = itemsize if task.scaled else 1  # a vector becomes so much shorter in float8
     aligned = are_aligned(
-        task.hidden, _dtype(task.dtype), task.input, task.input_pitch, task.residual, task.residual_pitch,
+        task.hidden, parse_dtype(task.dtype), task.input, task.input_pitch, task.residual, task.residual_pitch,
         task.new_residual, task.new_residual_pitch, task.out * scale, task.out_pitch * scale, task.weight, task.bias,
     )  # fmt: skip
     return aligned, task.bias != 0, task.scaled, task.pdl and early and _device_of(index)[1] >= _PDL_FROM
@@ -120,7 +116,7 @@ def norm_rows(call: Call, max_ctas: int | None = None) -> None:
     has_residual, zeros = task.residual != 0, None
     if task.new_residual and not has_residual:
         zeros = _without_residual(call)
-    key = (task.rows, task.hidden, _dtype(task.dtype), index, task.residual != 0, _options(task, index, True))
+    key = (task.rows, task.hidden, parse_dtype(task.dtype), index, task.residual != 0, _options(task, index, True))
     function, grid = _rows_alone(*key)
     with torch.cuda.device(index):
         function(_arguments(task), min(grid, max_ctas or grid), torch.cuda.current_stream().cuda_stream)
@@ -143,7 +139,7 @@ def all_reduce(gpu: GpuCollectives, call: Call) -> None:
         return gpu.check()
     places = [_offset(gpu, call, tensor) for tensor in (call.input, call.new_residual, call.out)]
     places += [_offset(gpu, call, call.scales)] if call.scales is not None else []
-    facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, gpu.num_sms)
+    facts = (task.rows, task.hidden, parse_dtype(task.dtype), gpu.world_size, gpu.num_sms)
     shape = _choose_all_reduce(*facts, gpu.arch_number, min(places) >= 0)
     if shape is None:
         return _norm_then_gather(gpu, call, gpu.num_sms, True, True)
@@ -167,7 +163,7 @@ def reduce_scatter(gpu: GpuCollectives, call: Call, max_ctas: int) -> None:
         return norm_rows(call)
     if task.rows == 0:
         return gpu.check()
-    facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, min(gpu.num_sms, max_ctas))
+    facts = (task.rows, task.hidden, parse_dtype(task.dtype), gpu.world_size, min(gpu.num_sms, max_ctas))
     shape = _choose_reduce_scatter(*facts, gpu.arch_number)
     if shape is None:
         return _reduce_scatter_then_norm(gpu, call, max_ctas)
@@ -213,7 +209,7 @@ def gather(gpu: GpuCollectives, call: Call, max_ctas: int, reduces: bool) -> Non
     if min(source, *places) >= 0:
         zeros = _without_residual(call) if task.residual == 0 and task.new_residual else None
         options = _options(task, gpu.ordinal, False)
-        facts = (task.rows, task.hidden, _dtype(task.dtype), gpu.world_size, gpu.num_sms, max_ctas, gpu.ordinal)
+        facts = (task.rows, task.hidden, parse_dtype(task.dtype), gpu.world_size, gpu.num_sms, max_ctas, gpu.ordinal)
         function, grid = _direct(*facts, (reduces, task.residual != 0, False), options)
         task.input, task.out = source, places[0]
         task.scales = places[1] if task.scaled else 0
@@ -281,7 +277,7 @@ def qk_norm(q: Heads, k: Heads, pdl: bool = False) -> None:
     for heads in (q, k):
         places += [heads.task.out, heads.out_tokens.pitch, heads.task.out_pitch]
     places += [q.task.weight, k.task.weight]
-    index, dtype = q.out.get_device(), _dtype(task.dtype)
+    index, dtype = q.out.get_device(), parse_dtype(task.dtype)
     aligned = are_aligned(task.hidden, dtype, *places)
     function = _heads(tokens, task.rows + k.task.rows, task.hidden, dtype, index, aligned, pdl)
     counts: list[Any] = [tokens, task.rows, k.task.rows, task.eps, task.weight_bias]

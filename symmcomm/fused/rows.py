@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from symmcomm.errors import ArgumentError, DTypeError
+from symmcomm.schedule import select_norm
+from symmcomm.schedule.select_norm import MAX_HIDDEN, slice_rows
 
-MAX_HIDDEN = 32768
-"""The largest row, in elements."""
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = tuple(getattr(torch, dtype.name) for dtype in select_norm.DTYPES)
 
 
 class Rows(NamedTuple):
@@ -114,5 +114,5 @@ def check_written(written: dict[str, Rows], replaceable: dict[str, Rows], fixed:
 def row_slice(rows: int, rank: int, world_size: int) -> slice:
     """The rows that ``rank`` has where they are sharded: slices of ⌈rows / world_size⌉, as ``torch.chunk`` cuts, so
     that the last ones are shorter or empty."""
-    part = -(-rows // world_size)
-    return slice(min(rank * part, rows), min((rank + 1) * part, rows))
+    first, num = slice_rows(rows, world_size, rank)
+    return slice(first, first + num)

@@ -24,7 +24,7 @@ def private_folder() -> Path:
     except OSError as error:
         raise SymmCommError(f"no folder for temporary files: {error}; set TMPDIR to one that can be written") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise SymmCommError(f"{folder} is no folder that only this user can write: remove it, or set TMPDIR")
+        raise SymmCommError(f"{folder} is not a folder that only this user can write: remove it, or set TMPDIR")
     return folder
 
 

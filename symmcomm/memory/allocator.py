@@ -15,12 +15,12 @@ from symmcomm.errors import ArgumentError
 class Allocator:
     """Hands out offsets in ``[0, capacity)``. All sizes are rounded up to a multiple of ``alignment`` (bytes).
 
-    Raises ArgumentError if ``alignment`` is no power of two.
+    Raises ArgumentError if ``alignment`` is not a power of two.
     """
 
     def __init__(self, alignment: int = 256) -> None:
         if alignment < 1 or alignment & (alignment - 1):
-            raise ArgumentError(f"alignment={alignment} is no power of two")
+            raise ArgumentError(f"alignment={alignment} is not a power of two")
         self.alignment = alignment
         self.capacity = 0
         self.used_bytes = 0
@@ -35,7 +35,7 @@ class Allocator:
     def grow(self, num_bytes: int) -> None:
         """Appends capacity, a positive multiple of the alignment. Offsets handed out stay as they are."""
         if num_bytes <= 0 or num_bytes % self.alignment:
-            raise ArgumentError(f"num_bytes={num_bytes} is no positive multiple of the alignment {self.alignment}")
+            raise ArgumentError(f"num_bytes={num_bytes} is not a positive multiple of the alignment {self.alignment}")
         self._add_hole(self.capacity, num_bytes)
         self.capacity += num_bytes
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from symmcomm.checks import check_rank
 from symmcomm.errors import ArgumentError, CudaError, ExchangeError, MismatchError
 from symmcomm.memory.cuda_driver import CudaDevice, handle_bytes, handle_from_bytes
 from symmcomm.memory.device_tensor import device_tensor
@@ -115,8 +116,7 @@ class RegisteredMemory:
 
     def get_buffer(self, rank: int) -> torch.Tensor:
         """The rank's copy, shaped as this rank's tensor. It must not be used after ``close``."""
-        if not 0 <= rank < self.world_size:
-            raise ArgumentError(f"rank={rank} is no rank of this communicator (0..{self.world_size - 1})")
+        check_rank(self, rank, "rank")
         if rank == self.rank:
             return self._tensor
         raw = device_tensor(self._device.ordinal, self.buffer_ptrs[rank], self.buffer_size, self)

@@ -30,7 +30,7 @@ class VmmProvider:
         granularity_bytes: the greatest of all ranks' granularities, where they differ; 0 takes this device's.
 
     Raises:
-        ArgumentError: ``granularity_bytes`` is no multiple of what this device needs.
+        ArgumentError: ``granularity_bytes`` is not a multiple of what this device needs.
         CudaError: the device cannot do it; ``probe_gpu`` tells beforehand.
     """
 
@@ -45,7 +45,7 @@ class VmmProvider:
         self.granularity_bytes = granularity_bytes or least
         if self.granularity_bytes % least:
             raise ArgumentError(
-                f"granularity_bytes={granularity_bytes} is no multiple of the {least} bytes that {device} needs"
+                f"granularity_bytes={granularity_bytes} is not a multiple of the {least} bytes that {device} needs"
             )
 
     def reserve(self, num_bytes: int) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from symmcomm.checks import check_rank, check_timeout
 from symmcomm.errors import ArgumentError
 from symmcomm.memory.heap import SymmetricHeap
 from symmcomm.memory.signals import NUM_CHANNELS
@@ -68,29 +69,32 @@ class SymmetricHandle:
         """Bytes of a signal pad."""
         return NUM_CHANNELS * self.world_size * 4
 
-    def _view(self, rank: int, offset: int, limit: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def _view(
+        self, rank: int, start: int, size: int, sizes: Sequence[int] | None, dtype: torch.dtype, storage_offset: int
+    ) -> torch.Tensor:
+        """Part of the ``size`` bytes from ``start`` on in the rank's heap; the rest of them where ``sizes`` is None."""
         self._side.check_open()
-        if not 0 <= rank < self.world_size:
-            raise ArgumentError(f"rank={rank} is no rank of this communicator (0..{self.world_size - 1})")
-        num_bytes = math.prod(sizes) * dtype.itemsize
-        if num_bytes > limit:
-            raise ArgumentError(f"sizes={tuple(sizes)} of {dtype} need {num_bytes} bytes, {limit} are there")
+        check_rank(self, rank, "rank")
+        skip = storage_offset * dtype.itemsize
+        if not 0 <= skip <= size:
+            raise ArgumentError(f"storage_offset={storage_offset} of {dtype} is not within {size} bytes")
+        shape = ((size - skip) // dtype.itemsize,) if sizes is None else tuple(sizes)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > size - skip or min(shape, default=0) < 0:
+            raise ArgumentError(f"sizes={shape} of {dtype} need {num_bytes} bytes, {size - skip} are there")
         if num_bytes == 0:
-            return torch.empty(tuple(sizes), dtype=dtype, device=self._side.device)
-        return self._side.heap.tensor(rank, offset, num_bytes).view(dtype).view(tuple(sizes))
+            return torch.empty(shape, dtype=dtype, device=self._side.device)
+        return self._side.heap.tensor(rank, start + skip, num_bytes).view(dtype).view(shape)
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
         """The rank's copy as a tensor of ``sizes``, starting ``storage_offset`` elements in."""
-        skip = storage_offset * dtype.itemsize
-        return self._view(rank, self._offset + skip, self.buffer_size - skip, sizes, dtype)
+        return self._view(rank, self._offset, self.buffer_size, sizes, dtype, storage_offset)
 
     def get_signal_pad(
         self, rank: int, sizes: Sequence[int] | None = None, dtype: torch.dtype = torch.uint32, storage_offset: int = 0
     ) -> torch.Tensor:
         """The rank's signal pad as a tensor; by default all of it."""
-        skip = storage_offset * dtype.itemsize
-        sizes = [(self.signal_pad_size - skip) // dtype.itemsize] if sizes is None else sizes
-        return self._view(rank, self._side.signal_pad + skip, self.signal_pad_size - skip, sizes, dtype)
+        return self._view(rank, self._side.signal_pad, self.signal_pad_size, sizes, dtype, storage_offset)
 
     def _check_channel(self, channel: int) -> None:
         if not 0 <= channel < NUM_CHANNELS:
@@ -99,19 +103,26 @@ class SymmetricHandle:
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Barrier of all ranks on a channel. ``timeout_ms`` of 0 means SYMMCOMM_TIMEOUT_S."""
         self._check_channel(channel)
-        self._side.swap_barrier(channel, timeout_ms / 1000 or None)
+        self._side.swap_barrier(channel, _seconds(timeout_ms))
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Signals ``dst_rank`` on a channel, once it has taken this rank's last signal there."""
+        check_rank(self, dst_rank, "dst_rank")
         self._signal(channel, dst_rank, True, timeout_ms)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Waits for ``src_rank``'s signal on a channel and takes it."""
+        check_rank(self, src_rank, "src_rank")
         self._signal(channel, src_rank, False, timeout_ms)
 
     def _signal(self, channel: int, peer: int, put: bool, timeout_ms: int) -> None:
         self._check_channel(channel)
-        if not 0 <= peer < self.world_size:
-            raise ArgumentError(f"rank={peer} is no rank of this communicator (0..{self.world_size - 1})")
         self._side.check_open()
-        self._side.swap_signal(channel, peer, put, timeout_ms / 1000 or None)
+        self._side.swap_signal(channel, peer, put, _seconds(timeout_ms))
+
+
+def _seconds(timeout_ms: int) -> float | None:
+    if timeout_ms == 0:
+        return None
+    check_timeout(timeout_ms, "timeout_ms")
+    return timeout_ms / 1000

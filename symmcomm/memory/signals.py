@@ -35,7 +35,7 @@ class ControlLayout:
     """Byte offsets from the start of a rank's heap.
 
     Attributes:
-        status: one page: how this rank fared (see ``communicator``); read by peers that wait for it.
+        status: one page: how this rank fared (``memory.status``); read by peers that wait for it.
         lines: epoch lines, ``[parity of the epoch][sender]``.
         ring: the one line that the previous rank of the ring writes.
         sent, taken: lines of point-to-point messages, ``[peer]``: chunks sent to this rank, chunks taken from it.

@@ -1,4 +1,4 @@
-"""Element types and reductions, and which goes with which. Pure Python; torch's names map here in one place."""
+"""Element types and reductions, and which goes with which. Pure Python; ``collectives.call`` maps torch's names."""
 
 from __future__ import annotations
 

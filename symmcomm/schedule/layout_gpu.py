@@ -111,7 +111,7 @@ class Layout:
             ``kernels.gpu.unflagged``).
         words_slot_bytes: what one sender may fill of a channel's at one epoch.
         escapes: a byte for each vector there, in the same order.
-        data: from here on the heap is free for tensors.
+        data: the end of it all, where the ``MessageLayout`` follows.
     """
 
     world_size: int
@@ -170,13 +170,16 @@ NUM_MESSAGE_LANES = 32
 """CTAs of a send or receive, each with a queue of its own."""
 NUM_MESSAGE_SLOTS = 4
 """Chunks in a queue; a power of two, as 32-bit chunk numbers wrap around."""
+PART_BYTES = 32
+"""What a rank notes of what it sends to a peer and takes from it: four i64."""
 _MESSAGE_BYTES = 16 << 20
 _LARGEST_CHUNK = 32 << 10
 
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Where the queues of messages (``kernels.gpu.point_to_point``) lie, as byte offsets in a rank's heap.
+    """Where the queues of messages (``kernels.gpu.point_to_point``) and, behind them, the parts of an uneven all-to-all
+    (``kernels.gpu.all_to_all``) lie, as byte offsets in a rank's heap.
 
     Attributes:
         counters: private, chunks sent to and taken from each peer: ``u32[sent, taken][peer][lane]``.
@@ -184,7 +187,8 @@ class MessageLayout:
         taken: chunks of this rank that each peer has taken, which it signals: ``u32[receiver][lane]``.
         headers: bytes of the message to which a chunk belongs: ``i64[sender][lane][slot]``.
         slots: the chunks, ``chunk_bytes`` each: ``[sender][lane][slot]``.
-        end: of it all.
+        parts: private, PART_BYTES for each peer.
+        end: of it all; from here on the heap is free for tensors.
     """
 
     world_size: int
@@ -194,6 +198,7 @@ class MessageLayout:
     headers: int
     slots: int
     chunk_bytes: int
+    parts: int
     end: int
 
     @classmethod
@@ -207,6 +212,7 @@ class MessageLayout:
         slots = _align_up(headers + lanes * NUM_MESSAGE_SLOTS * 8, _PAGE_BYTES)
         share = _MESSAGE_BYTES // (lanes * NUM_MESSAGE_SLOTS) // _LINE_BYTES * _LINE_BYTES
         chunk_bytes = max(_LINE_BYTES, min(_LARGEST_CHUNK, share))
+        parts = _align_up(slots + lanes * NUM_MESSAGE_SLOTS * chunk_bytes, _PAGE_BYTES)
         return cls(
             world_size=world_size,
             counters=counters,
@@ -215,7 +221,8 @@ class MessageLayout:
             headers=headers,
             slots=slots,
             chunk_bytes=chunk_bytes,
-            end=_align_up(slots + lanes * NUM_MESSAGE_SLOTS * chunk_bytes, _PAGE_BYTES),
+            parts=parts,
+            end=_align_up(parts + world_size * PART_BYTES, _PAGE_BYTES),
         )
 
 

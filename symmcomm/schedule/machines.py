@@ -72,4 +72,4 @@ MACHINES = {
     "7 PCIe": pcie((7,)),
     "72 NVLink": nvlink(72),
 }
-"""The machines of the issue, by name."""
+"""Example machines for ``symmcomm plan`` and the tests, by name."""

@@ -101,7 +101,7 @@ def ring(
     grid: Grid, *, name: str = "ring", order: Order = Order.ring, pull: bool = False, both_directions: bool = False
 ) -> Plan:
     """The reduce-scatter over rings of ``len(grid.dims)`` levels. ``both_directions``: half of each segment goes each
-    way round. Raises TopologyError for an ``exchange`` of a number that is no power of two."""
+    way round. Raises TopologyError for an ``exchange`` of a number that is not a power of two."""
     if order is Order.exchange and grid.dims[0] & (grid.dims[0] - 1):
         raise TopologyError(f"an exchange order needs inner rings of 2, 4, 8, … ranks, they have {grid.dims[0]}")
     lanes = 2 if both_directions else 1

@@ -37,11 +37,12 @@ _LARGEST_STAGED = (32 << 10, 512)
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
     """Sizes at which the choice changes, the same on all ranks. The defaults are where the curves measured on two H200s
-    cross; ``symmcomm tune`` measures them elsewhere.
+    cross; ``symmcomm tune`` measures some of them elsewhere (``bench.tune.CONTESTS``).
 
     Attributes:
-        words_bytes: of a part, up to which LL without flags pays, by what a reduce-scatter takes; no bound was found.
-            The next four are for what goes without it: what is small, and some sizes between three ranks and more.
+        words_bytes: of a part, up to which the kernels without flags (``kernels.gpu.unflagged``) are used; they never
+            lost where measured, hence no bound. The next four apply where they cannot be used: small calls, and some
+            sizes between three ranks and more.
         all_reduce_ll_bytes: of the tensor, up to which LL pays in an all-reduce between two ranks.
         one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not.
         ll_bytes: of a part, up to which LL pays in the other calls between two ranks.

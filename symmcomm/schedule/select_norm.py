@@ -14,6 +14,7 @@ from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.layout_gpu import MOST_VECTORS, NUM_STAGED_CHANNELS, NUM_WORDS_CHANNELS, VECTOR_BYTES, Layout
 
 MAX_HIDDEN = 32768
+"""The largest row, in elements."""
 MAX_CTAS = 64
 """Most CTAs that a caller can hold a kernel on symmetric memory to."""
 DTYPES = (DType.float32, DType.float16, DType.bfloat16)

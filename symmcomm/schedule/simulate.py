@@ -101,7 +101,7 @@ class _Run:
         if not 0 <= step.segment < plan.world_size or not 0 <= step.lane < plan.num_lanes:
             raise self._refuse(rank, idx, f"there are {plan.world_size} segments and {plan.num_lanes} lanes")
         if step.target != KEEP and (not 0 <= step.target < plan.world_size or step.target == rank):
-            raise self._refuse(rank, idx, f"rank {step.target} is no peer")
+            raise self._refuse(rank, idx, f"rank {step.target} is not a peer")
         if step.target != KEEP and step.slot < 0:
             raise self._refuse(rank, idx, "it has no slot to send to")
         if not step.own and len(step.sources) != 1:

@@ -90,7 +90,7 @@ class Topology:
     def _check_level(self, idx: int) -> None:
         name, groups = self.level_names[idx], self.levels[idx]
         if sorted(rank for group in groups for rank in group) != list(range(self.world_size)):
-            raise TopologyError(f"level {name!r}: {groups} is no partition of the ranks 0..{self.world_size - 1}")
+            raise TopologyError(f"level {name!r}: {groups} is not a partition of the ranks 0..{self.world_size - 1}")
         for inner in self.levels[idx - 1] if idx else ():
             if not any(set(inner) <= set(group) for group in groups):
                 raise TopologyError(
@@ -190,7 +190,7 @@ def check_link(link: Link, world_size: int, where: str) -> None:
     """Raises TopologyError, which says ``where``, unless the link can be one."""
     for end in link.ends:
         if isinstance(end, int) and not 0 <= end < world_size:
-            raise TopologyError(f"{where}: {end} is no rank of 0..{world_size - 1}")
+            raise TopologyError(f"{where}: {end} is not a rank of 0..{world_size - 1}")
     if link.ends[0] == link.ends[1]:
         raise TopologyError(f"{where}: both ends are {link.ends[0]!r}")
     if not 0 < link.bandwidth < float("inf") or not 0 <= link.latency < float("inf"):
@@ -269,7 +269,7 @@ class _File:
 
     def check_keys(self, entry: Any, known: set[str], what: str, line: int) -> None:
         if not isinstance(entry, dict):
-            raise TopologyError(f"{self.path}, line {line}: {what} is no table of keys")
+            raise TopologyError(f"{self.path}, line {line}: {what} is not a table of keys")
         if unknown := sorted(set(entry) - known):
             names = f"{what} has unknown keys {unknown}, known are {sorted(known)}"
             raise TopologyError(f"{self.path}, line {line}: {names}")
@@ -277,7 +277,7 @@ class _File:
     def entries(self, content: dict[str, Any], key: str) -> list[Any]:
         found = content.get(key, [])
         if not isinstance(found, list):
-            raise TopologyError(f"{self.path}, line {self.line(key)}: {key} is no list")
+            raise TopologyError(f"{self.path}, line {self.line(key)}: {key} is not a list")
         return found
 
     def level(self, entry: Any, idx: int) -> tuple[str, Partition]:
@@ -286,7 +286,7 @@ class _File:
         groups = entry.get("groups")
         whole = isinstance(groups, list) and all(isinstance(g, list) and all(map(_is_whole, g)) for g in groups)
         if not whole or not groups:
-            what = f"levels[{idx}].groups is no list of lists of ranks: {groups!r}"
+            what = f"levels[{idx}].groups is not a list of lists of ranks: {groups!r}"
             raise TopologyError(f"{self.path}, line {line}: {what}")
         return str(entry.get("name", f"level {idx}")), tuple(tuple(group) for group in groups)
 

@@ -39,13 +39,13 @@ def _parse(text: str) -> list[tuple[World, Thresholds]]:
             found.append((world, Thresholds(**known)))
         return found
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ArgumentError(f"this is no table of thresholds: {type(error).__name__}: {error}") from None
+        raise ArgumentError(f"this is not a table of thresholds: {type(error).__name__}: {error}") from None
 
 
 def lookup(text: str, world: World) -> Thresholds:
     """The thresholds of a world; the defaults if the table does not know it.
 
-    Raises ArgumentError for a text that is no table.
+    Raises ArgumentError for a text that is not a table.
     """
     return next((thresholds for known, thresholds in _parse(text) if known == world), DEFAULT)
 

@@ -15,17 +15,17 @@ from symmcomm.errors import ArgumentError
 
 BAD_ARGUMENTS = [
     (["all_reduces"], "all_reduces"),
-    (["-b", "many"], "'many' is no size"),
+    (["-b", "many"], "'many' is not a size"),
     (["-e", "1.5"], "1.5"),
-    (["-e", "inf"], "'inf' is no whole, non-negative number of bytes"),
+    (["-e", "inf"], "'inf' is not a whole, non-negative number of bytes"),
     (["-f", "1.0000001"], "more than 1000 sizes"),
     (["--json", "/"], "'/' cannot be written: it is a folder"),
     (["-b", "2K", "-e", "1K"], "2048"),
     (["-f", "1"], "factor 1"),
-    (["-d", "float13"], "'float13' is no dtype"),
-    (["--op", "median"], "'median' is no reduction"),
+    (["-d", "float13"], "'float13' is not a dtype"),
+    (["--op", "median"], "'median' is not a reduction"),
     (["--op", "band"], "'band' has no meaning for float32"),
-    (["--peers", "nccl"], "'nccl' is no peer"),
+    (["--peers", "nccl"], "'nccl' is not a peer"),
     (["--nproc", "0"], "0 is not in 1..64"),
     (["--nproc", "65"], "65 is not in 1..64"),
     (["--rounds", "-1"], "-1 is not positive"),
@@ -90,7 +90,7 @@ def test_peers() -> None:
 def test_peers_on_gpus() -> None:
     assert parse_peers("nccl,torch_symm_mem", [], Device.cuda) == ["nccl", "torch_one_shot", "torch_two_shot"]
     assert parse_peers("nvshmem,nccl_symm,none", [], Device.cuda) == ["nvshmem", "nccl_symm"]
-    with pytest.raises(ArgumentError, match="'gloo' is no peer on cuda: expected some of symm_ring, nccl"):
+    with pytest.raises(ArgumentError, match="'gloo' is not a peer on cuda: expected some of symm_ring, nccl"):
         parse_peers("gloo", [], Device.cuda)
     (own,) = plan_teams(["nccl"], Device.cuda)
     assert (own.implementations, own.launcher) == (["symm", "symm_heap", "nccl"], None)

@@ -72,17 +72,17 @@ CALLS_ON_A_TENSOR: dict[str, Callable[[Communicator, object], object]] = {
 # Everything else: call on rank 0, error, words.
 BAD_CALLS: dict[str, tuple[Call, type[SymmCommError], str]] = {
     # Operations.
-    "unknown op": (lambda comm: comm.all_reduce(F, "mean"), ArgumentError, r"op='mean' is no reduction; known are sum"),
-    "op None": (lambda comm: comm.all_reduce(F, None), ArgumentError, r"op=None is no reduction"),
-    "op 3.5": (lambda comm: comm.all_reduce(F, 3.5), ArgumentError, r"op=3.5 is no reduction"),
-    "op of a list": (lambda comm: comm.all_reduce(F, ["sum"]), ArgumentError, r"op=\['sum'\] is no reduction"),
-    "op of a list in reduce": (lambda comm: comm.reduce(F, 0, ["sum"]), ArgumentError, r"op=\['sum'\] is no reduction"),
+    "unknown op": (lambda comm: comm.all_reduce(F, "mean"), ArgumentError, r"op='mean' is not a reduction; known are"),
+    "op None": (lambda comm: comm.all_reduce(F, None), ArgumentError, r"op=None is not a reduction"),
+    "op 3.5": (lambda comm: comm.all_reduce(F, 3.5), ArgumentError, r"op=3.5 is not a reduction"),
+    "op of a list": (lambda comm: comm.all_reduce(F, ["sum"]), ArgumentError, r"op=\['sum'\] is not a reduction"),
+    "op of a list in reduce": (lambda comm: comm.reduce(F, 0, ["sum"]), ArgumentError, r"op=\['sum'\] is not a"),
     "op of a list in reduce_scatter": (
         lambda comm: comm.reduce_scatter_tensor(torch.ones(2), F, ["sum"]), ArgumentError,
-        r"op=\['sum'\] is no reduction",
+        r"op=\['sum'\] is not a reduction",
     ),
     "premultiplied sum": (
-        lambda comm: comm.all_reduce(F, dist._make_nccl_premul_sum(2.0)), ArgumentError, r"op=.* is no reduction",
+        lambda comm: comm.all_reduce(F, dist._make_nccl_premul_sum(2.0)), ArgumentError, r"op=.* is not a reduction",
     ),
     "op that floats lack": (lambda comm: comm.all_reduce(F, "bxor"), DTypeError, r"op=bxor .* dtype torch.float32"),
     "torch's op that floats lack": (
@@ -147,11 +147,11 @@ BAD_CALLS: dict[str, tuple[Call, type[SymmCommError], str]] = {
     ),
     "fractional split": (
         lambda comm: comm.all_to_all_single(torch.ones(6), F, [1, 2, 3], [1.5, 2.5, 2]), ArgumentError,
-        r"input_split_sizes=\[1.5, 2.5, 2\] has an entry that is no",
+        r"input_split_sizes=\[1.5, 2.5, 2\] has an entry that is not",
     ),
     "splits of words": (
         lambda comm: comm.all_to_all_single(torch.ones(6), F, [1, 2, 3], ["a", "b", "c"]), ArgumentError,
-        r"input_split_sizes=\['a', 'b', 'c'\] has an entry that is no",
+        r"input_split_sizes=\['a', 'b', 'c'\] has an entry that is not",
     ),
     "splits as one number": (
         lambda comm: comm.all_to_all_single(torch.ones(6), F, [1, 2, 3], 2), ArgumentError, r"input_split_sizes",
@@ -172,7 +172,7 @@ BAD_CALLS: dict[str, tuple[Call, type[SymmCommError], str]] = {
     ),
     "splits in a tensor": (
         lambda comm: comm.all_to_all_single(torch.ones(6), F, torch.tensor([1, 2, 3]), None), ArgumentError,
-        r"output_split_sizes=tensor\(\[1, 2, 3\]\) is no sequence of whole numbers",
+        r"output_split_sizes=tensor\(\[1, 2, 3\]\) is not a sequence of whole numbers",
     ),
     # One inside the other, but not where it belongs.
     "input of all_gather in another rank's part": (
@@ -193,14 +193,14 @@ BAD_CALLS: dict[str, tuple[Call, type[SymmCommError], str]] = {
     ),
     # Roots, lists, peers.
     "root too large": (
-        lambda comm: comm.broadcast(F, 3), ArgumentError, r"src=3 is no rank of this communicator \(0..2\)",
+        lambda comm: comm.broadcast(F, 3), ArgumentError, r"src=3 is not a rank of this communicator \(0..2\)",
     ),
     "root negative": (
-        lambda comm: comm.reduce(F, -1), ArgumentError, r"dst=-1 is no rank of this communicator \(0..2\)",
+        lambda comm: comm.reduce(F, -1), ArgumentError, r"dst=-1 is not a rank of this communicator \(0..2\)",
     ),
-    "root a word": (lambda comm: comm.gather(F, [F] * W, "0"), ArgumentError, r"dst='0' is no rank"),
-    "root a bool": (lambda comm: comm.scatter(F, [F] * W, True), ArgumentError, r"src=True is no rank"),
-    "root a fraction": (lambda comm: comm.broadcast(F, 1.0), ArgumentError, r"src=1.0 is no rank"),
+    "root a word": (lambda comm: comm.gather(F, [F] * W, "0"), ArgumentError, r"dst='0' is not a rank"),
+    "root a bool": (lambda comm: comm.scatter(F, [F] * W, True), ArgumentError, r"src=True is not a rank"),
+    "root a fraction": (lambda comm: comm.broadcast(F, 1.0), ArgumentError, r"src=1.0 is not a rank"),
     "no gather_list": (
         lambda comm: comm.gather(F, None, 0), ArgumentError, r"gather_list must have 3 tensors on the root 0, got None",
     ),
@@ -226,8 +226,8 @@ BAD_CALLS: dict[str, tuple[Call, type[SymmCommError], str]] = {
     ),
     "send to itself": (lambda comm: comm.send(F, 0), ArgumentError, r"dst=0 is the calling rank itself"),
     "receive from itself": (lambda comm: comm.recv(F, 0), ArgumentError, r"src=0 is the calling rank itself"),
-    "send beyond the world": (lambda comm: comm.send(F, 9), ArgumentError, r"dst=9 is no rank .* \(0..2\)"),
-    "receive from below": (lambda comm: comm.recv(F, -1), ArgumentError, r"src=-1 is no rank .* \(0..2\)"),
+    "send beyond the world": (lambda comm: comm.send(F, 9), ArgumentError, r"dst=9 is not a rank .* \(0..2\)"),
+    "receive from below": (lambda comm: comm.recv(F, -1), ArgumentError, r"src=-1 is not a rank .* \(0..2\)"),
     # The rest.
     "algorithm": (
         lambda comm: comm.barrier(algorithm="tree"), ArgumentError, r"algorithm='tree' is none of 'all_to_all', 'ring'",
@@ -240,16 +240,16 @@ BAD_CALLS: dict[str, tuple[Call, type[SymmCommError], str]] = {
         lambda comm: comm.barrier(timeout_s=float("nan")), ArgumentError, r"timeout_s=nan is not positive",
     ),
     "time-out of a word": (lambda comm: comm.barrier(timeout_s="3"), ArgumentError, r"timeout_s='3' is not positive"),
-    "device of empty": (lambda comm: comm.empty(3, device="chip"), ArgumentError, r"device='chip' is no device"),
-    "device of init": (lambda comm: symmcomm.init(device=2.5), ArgumentError, r"device=2.5 is no device"),
-    "topology of init": (lambda comm: symmcomm.init(topology="2x4"), ArgumentError, r"topology='2x4' is no Topology"),
+    "device of empty": (lambda comm: comm.empty(3, device="chip"), ArgumentError, r"device='chip' is not a device"),
+    "device of init": (lambda comm: symmcomm.init(device=2.5), ArgumentError, r"device=2.5 is not a device"),
+    "topology of init": (lambda comm: symmcomm.init(topology="2x4"), ArgumentError, r"='2x4' is not a Topology"),
     "whether a number is symmetric": (lambda comm: comm.is_symmetric(3), ArgumentError, r"a torch.Tensor, got int"),
-    "size of bool": (lambda comm: comm.empty(True), ArgumentError, r"size=\(True,\) has an entry that is no"),
+    "size of bool": (lambda comm: comm.empty(True), ArgumentError, r"size=\(True,\) has an entry that is not"),
     "negative size": (
-        lambda comm: comm.empty(3, -1), ArgumentError, r"size=\(3, -1\) has an entry that is no non-negative",
+        lambda comm: comm.empty(3, -1), ArgumentError, r"size=\(3, -1\) has an entry that is not a whole number",
     ),
     "fractional size": (
-        lambda comm: comm.empty(2.5), ArgumentError, r"size=\(2.5,\) has an entry that is no non-negative",
+        lambda comm: comm.empty(2.5), ArgumentError, r"size=\(2.5,\) has an entry that is not a whole number",
     ),
     "size of words": (lambda comm: comm.empty("23"), ArgumentError, r"size="),
     "dtype of a word": (lambda comm: comm.empty(2, dtype="float32"), (ArgumentError, DTypeError), r"dtype='float32'"),
@@ -257,8 +257,8 @@ BAD_CALLS: dict[str, tuple[Call, type[SymmCommError], str]] = {
     "free a list": (lambda comm: comm.free([1]), ArgumentError, r"tensor must be a torch.Tensor, got list"),
     "free a sparse tensor": (lambda comm: comm.free(torch.ones(3).to_sparse()), ArgumentError, r"tensor must be dense"),
     "rendezvous of what is not symmetric": (lambda comm: comm.rendezvous(F), ArgumentError, r"tensor is not symmetric"),
-    "color": (lambda comm: comm.split("red"), ArgumentError, r"color='red' is no whole number"),
-    "key": (lambda comm: comm.split(0, key="first"), ArgumentError, r"key='first' is no whole number"),
+    "color": (lambda comm: comm.split("red"), ArgumentError, r"color='red' is not a whole number"),
+    "key": (lambda comm: comm.split(0, key="first"), ArgumentError, r"key='first' is not a whole number"),
     "payload": (lambda comm: comm.all_gather_bytes("text"), ArgumentError, r"payload must be bytes, got str"),
 }  # fmt: skip
 
@@ -379,3 +379,34 @@ def init_in_a_group_without_all() -> None:
 
 def test_group_that_lacks_the_caller() -> None:
     run_ranks(init_in_a_group_without_all, 3)
+
+
+# Handles.
+
+
+def bad_arguments_of_a_handle() -> None:
+    with symmcomm.init() as comm:
+        handle = comm.rendezvous(comm.empty(64, dtype=torch.float32))
+        kind = torch.float32
+        assert handle.get_buffer(1, (60,), kind, 4).data_ptr() == handle.buffer_ptrs[1] + 16
+        assert handle.get_buffer(0, (0,), kind, 64).numel() == 0
+        bad: list[tuple[Callable[[], object], str]] = [
+            (lambda: handle.get_buffer(2, (1,), kind), r"rank=2 is not a rank of this communicator \(0..1\)"),
+            (lambda: handle.get_buffer(0, (8,), kind, -8), "storage_offset=-8 of .* is not within 256 bytes"),
+            (lambda: handle.get_buffer(0, (0,), kind, 65), "storage_offset=65 of .* is not within 256 bytes"),
+            (lambda: handle.get_buffer(0, (61,), kind, 4), r"sizes=\(61,\) of .* need 244 bytes, 240 are there"),
+            (lambda: handle.get_buffer(0, (-1, -2), kind), r"sizes=\(-1, -2\)"),
+            (lambda: handle.get_signal_pad(0, storage_offset=-1), "storage_offset=-1"),
+            (lambda: handle.put_signal(5), "dst_rank=5 is not a rank"),
+            (lambda: handle.wait_signal(-1), "src_rank=-1 is not a rank"),
+            (lambda: handle.barrier(timeout_ms=-5), "timeout_ms=-5 is not positive"),
+            (lambda: handle.put_signal(0, timeout_ms=-5), "timeout_ms=-5 is not positive"),
+            (lambda: handle.barrier(channel=-1), "channel=-1"),
+        ]
+        for call, words in bad:
+            with pytest.raises(ArgumentError, match=words):
+                call()
+
+
+def test_bad_arguments_of_a_handle() -> None:
+    run_ranks(bad_arguments_of_a_handle, 2)

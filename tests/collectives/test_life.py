@@ -138,6 +138,8 @@ AFTER_CLOSE: dict[str, Callable[[Communicator], object]] = {
     "gather": lambda comm: comm.gather(torch.ones(3), [torch.ones(3)] * 2 if comm.rank == 0 else None),
     "scatter": lambda comm: comm.scatter(torch.ones(3), [torch.ones(3)] * 2 if comm.rank == 0 else None),
     "all_to_all": lambda comm: comm.all_to_all_single(torch.ones(4), torch.ones(4)),
+    "all_gather of a list": lambda comm: comm.all_gather([torch.ones(3) for _ in range(2)], torch.ones(3)),
+    "all_to_all of lists": lambda comm: comm.all_to_all([torch.ones(3)] * 2, [torch.ones(3)] * 2),
     "uneven all_to_all": lambda comm: comm.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [2, 1]),
     "send": lambda comm: comm.send(torch.ones(3), 1 - comm.rank),
     "recv": lambda comm: comm.recv(torch.ones(3), 1 - comm.rank),
@@ -202,7 +204,7 @@ def test_block_closes() -> None:
 # Threads.
 
 
-def call_from_two_threads() -> None:
+def call_from_two_threads(of_lists: bool) -> None:
     """Rank 0's second thread calls while the first waits: refused at once, and the first call is right."""
     with symmcomm.init() as comm:
         comm.barrier()
@@ -215,7 +217,10 @@ def call_from_two_threads() -> None:
         thread = threading.Thread(target=lambda: not_refused.extend(interfere(comm)))
         if comm.rank == 0:
             thread.start()
-        comm.all_to_all_single(output, input, taken, sent[comm.rank])
+        if of_lists:
+            comm.all_to_all(list(output.split(taken)), list(input.split(sent[comm.rank])))
+        else:
+            comm.all_to_all_single(output, input, taken, sent[comm.rank])
         if comm.rank == 0:
             thread.join()
         assert not not_refused, "\n".join(not_refused)
@@ -235,8 +240,9 @@ def interfere(comm: Communicator) -> list[str]:
     return [f"{name}: {error!r}" for name, error in errors.items() if not isinstance(error, ConcurrentCallError)]
 
 
-def test_two_threads() -> None:
-    run_ranks(call_from_two_threads, 2)
+@pytest.mark.parametrize("of_lists", [False, True])
+def test_two_threads(of_lists: bool) -> None:
+    run_ranks(call_from_two_threads, 2, of_lists)
 
 
 def race_of_threads(num: int) -> None:

@@ -231,7 +231,7 @@ def check_bad_input() -> None:
         x, y = torch.ones(6), torch.ones(2)
         with pytest.raises(TopologyError, match="needs 1 levels of groups, the topology has 0"):
             comm.reduce_scatter_tensor(y, x, ring_mode=RingMode.Ring2D)
-        with pytest.raises(ArgumentError, match="ring_mode='ring1d' is no RingMode"):
+        with pytest.raises(ArgumentError, match="ring_mode='ring1d' is not a RingMode"):
             comm.all_reduce(x, ring_mode="ring1d")  # type: ignore[arg-type]
         for num_blocks in (-1, 1 << 13, True, 2.0):
             with pytest.raises(ArgumentError, match="num_blocks="):

@@ -55,7 +55,7 @@ def exchange() -> None:
     assert (tensor == size * (size - 1) / 2).all()
     again = symm_mem.rendezvous(tensor, dist.group.WORLD.group_name)
     assert again.buffer_ptrs == handle.buffer_ptrs
-    with pytest.raises(ArgumentError, match="rank=9 is no rank"):
+    with pytest.raises(ArgumentError, match="rank=9 is not a rank"):
         handle.get_buffer(9, (1,), torch.bfloat16)
     dist.barrier()
     dist.destroy_process_group()

@@ -22,7 +22,6 @@ LIMIT_S = 100.0
 """For all ranks of a test to end; they are killed then, and their stacks shown. No statement about speed: other tests
 run beside."""
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU")]
-STAGING = 4 << 20
 PAIR = 2 if NUM_GPUS > 1 else 1  # GPUs of two ranks
 WORLDS = [
     pytest.param(1, 1, id="1-rank"),
@@ -53,7 +52,7 @@ def take_gpu(ordinal: int) -> None:
 def communicator(num_gpus: int, timeout_s: float = 80.0, **settings: Any) -> Iterator[Communicator]:
     """A rank's communicator; at its end a plain operation of torch shows that the context is alive."""
     take_gpu(int(os.environ["LOCAL_RANK"]) % num_gpus)
-    options = {"share_gpu": True, "gpu_staging_bytes": STAGING, "disable_multicast": True, **settings}
+    options = {"share_gpu": True, "disable_multicast": True, **settings}
     comm = symmcomm.init(device="cuda", settings=Settings(timeout_s=timeout_s, **options))
     yield comm
     comm.close()

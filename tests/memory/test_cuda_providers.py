@@ -178,7 +178,7 @@ def test_growing_inside_a_graph_capture_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_granularity_of_all_ranks_must_suit_the_device() -> None:
     assert vmm(granularity_bytes=4 * GRANULARITY)[1].granularity_bytes == 4 * GRANULARITY
-    with pytest.raises(ArgumentError, match="no multiple"):
+    with pytest.raises(ArgumentError, match="not a multiple"):
         vmm(granularity_bytes=GRANULARITY + 1)
 
 

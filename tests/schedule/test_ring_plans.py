@@ -151,7 +151,7 @@ def places(draw: st.DrawFn) -> tuple[Plan, int, int]:
 
 REASON = (
     r"contributions of ranks .* (are missing|a second time)|never gets|never waited for|it waits for signal|deadlock|"
-    r"its signal is|brings segment|comes after a step of round|no peer|may still be read|belongs to level|"
+    r"its signal is|brings segment|comes after a step of round|not a peer|may still be read|belongs to level|"
     r"does not hold|not the finished|has kept that|belongs to rank|not loaded alike|finished sum"
 )
 

@@ -75,10 +75,10 @@ def test_json_is_the_same(name: str, tmp_path: Path) -> None:
         ("world_size = 4", "world_size = ", "line 1"),
         ("world_size = 4", "world_size = 4.5", "line 1: world_size is 4.5"),
         ("world_size = 4", "world_size = 1000000000", "line 1: world_size is 1000000000, at most 65536"),
-        ("world_size = 4", "world_size = 5", r"is no partition of the ranks 0..4"),
+        ("world_size = 4", "world_size = 5", r"is not a partition of the ranks 0..4"),
         ("groups = [[0, 1], [2, 3]]", "groups = [[0, 1], [2]]", "level 'numa'"),
         ("groups = [[0, 1], [2, 3]]", "groups = 7", "line 2: levels.0..groups"),
-        ('between = [[2, 3], "right"]', 'between = [[2, 4], "right"]', "line 11: links.1.: 4 is no rank of 0..3"),
+        ('between = [[2, 3], "right"]', 'between = [[2, 4], "right"]', "line 11: links.1.: 4 is not a rank of 0..3"),
         ('between = [[2, 3], "right"]', 'between = ["right"]', "line 11: links.1..between"),
         ('between = [[2, 3], "right"]', 'between = [2.5, "right"]', "line 11: links.1. ends at 2.5"),
         ("gbytes_per_s = 12", "gbytes_per_s = 0", "line 15: links.2.: no link has a bandwidth of 0"),
@@ -104,7 +104,7 @@ def test_bad_json_is_named_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(TopologyError, match="line 3: "):
         load_topology(write(tmp_path, text.replace('"levels":', '"levels"', 1), "machine.json"))
     number = text[: text.index('"between"', text.index('"between"') + 1)].count("\n") + 1
-    with pytest.raises(TopologyError, match=f"line {number}: links.1.: 9 is no rank"):
+    with pytest.raises(TopologyError, match=f"line {number}: links.1.: 9 is not a rank"):
         load_topology(write(tmp_path, text.replace("   1,\n", "   9,\n", 1), "machine.json").resolve())
 
 

@@ -35,7 +35,7 @@ WRONG = updated("", HERE, DEFAULT).replace("2", '"x"')
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1}', '[{"gpu": "A"}]', WRONG])
 def test_what_is_no_table_is_refused(text: str) -> None:
-    with pytest.raises(ArgumentError, match="no table of thresholds"):
+    with pytest.raises(ArgumentError, match="not a table of thresholds"):
         lookup(text, HERE)
 
 

@@ -28,10 +28,7 @@ from symmcomm.kernels.gpu.copy import clip, copy_bytes
 from symmcomm.kernels.gpu.primitives import complain, load, pick, store
 from symmcomm.kernels.gpu.signatures import MovingParts, Placed
 from symmcomm.kernels.gpu.staged import chunk_offset, hear, num_chunks, proceed, run, start
-from symmcomm.schedule.layout_gpu import AHEAD, Phase
-
-ROW_BYTES = 32
-"""A row of the table of parts, one for each peer: four i64."""
+from symmcomm.schedule.layout_gpu import AHEAD, PART_BYTES, Phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +69,12 @@ class TableOfParts:
 
     def outgoing(self, peer: Any) -> tuple[Any, Any]:
         """Address and bytes of what goes to the peer."""
-        num_bytes, offset = load(self.table + Int64(peer) * ROW_BYTES, Int64, num=2)
+        num_bytes, offset = load(self.table + Int64(peer) * PART_BYTES, Int64, num=2)
         return self.source + offset, num_bytes
 
     def incoming(self, peer: Any) -> tuple[Any, Any]:
         """Address and bytes of what comes from the peer."""
-        num_bytes, offset = load(self.table + Int64(peer) * ROW_BYTES + 16, Int64, num=2)
+        num_bytes, offset = load(self.table + Int64(peer) * PART_BYTES + 16, Int64, num=2)
         return self.target + offset, num_bytes
 
 
@@ -185,11 +182,11 @@ class AllToAllUneven(Placed):
         """Thread p tells peer p. Returns the largest part that this rank sends."""
         largest = Int64(0)
         for peer in cutlass.range(self.world_size, unroll=1):
-            num_bytes = load(table + Int64(peer) * ROW_BYTES, Int64)[0]
+            num_bytes = load(table + Int64(peer) * PART_BYTES, Int64)[0]
             largest = pick(num_bytes > largest, num_bytes, largest)
         peer = thread()
         if peer < self.world_size:
-            row = table + Int64(peer) * ROW_BYTES
+            row = table + Int64(peer) * PART_BYTES
             split = ctx.split(peer, block(), epoch, ctx.rank)
             store(split, [load(row, Int64)[0], load(row + 16, Int64)[0]])
             store(split + 16, [largest])
@@ -205,7 +202,7 @@ class AllToAllUneven(Placed):
             largest = pick(theirs > largest, theirs, largest)
         peer = thread()
         if peer < self.world_size:
-            row = table + Int64(peer) * ROW_BYTES
+            row = table + Int64(peer) * PART_BYTES
             sends, awaits = load(row, Int64)[0], load(row + 16, Int64)[0]
             comes, taken = load(ctx.split(ctx.rank, block(), epoch, peer), Int64, num=2, semantics="relaxed")
             if comes != awaits:

@@ -1,9 +1,9 @@
 """Elements of any type: 32-bit words widened into accumulators, combined, rounded and packed again.
 
 Everything here is straight-line code, put together while a kernel is traced, for one ``Reduction`` (element type,
-operation, number of ranks, architecture). A *vector* is a list of ``Uint32`` words: 4 for the 16-byte fast path, 2 for
-a cell of the LL protocol, and for a single element one word with zeros above it (two for 64-bit types); so the fast
-path and the path of single elements are the same code and give the same bits.
+operation, number of ranks, architecture). A *vector* is a list of ``Uint32`` words: 4 for the 16-byte fast path, 3 for
+an LL cell (2 for elements of 8 bytes), and for a single element one word with zeros above it (two for 64-bit types); so
+the fast path and the path of single elements are the same code and give the same bits.
 
 Accumulators: float32 for floats of 16 and 8 bits, int32 for integers below 32 bits (int64 for all integers in ``avg``),
 else the type itself. Bitwise operations, and all of bool's, work on whole words. Rounding is to nearest even as torch

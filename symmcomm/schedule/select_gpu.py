@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from symmcomm.schedule.dtypes import DType
@@ -21,7 +21,7 @@ from symmcomm.schedule.layout_gpu import (
 )
 from symmcomm.schedule.select import NEVER
 
-_LL_SHAPES = (  # threads, cells a thread, and CTAs up to which they are used
+_WAVES = (  # threads, LL cells (or vectors) a thread, and CTAs up to which they are used
     (128, 1, 64), (256, 1, 80), (512, 1, 128), (384, 2, 128), (1024, 1, 128), (512, 3, 128), (1024, 1, NUM_CHANNELS),
     (1024, 2, NUM_CHANNELS), (512, 4, NUM_CHANNELS),
 )  # fmt: skip
@@ -29,6 +29,7 @@ _MANY_RANKS = 4  # more than which a thread has one vector a turn, and more regi
 _WORDS_THREADS = ((128, 256, 512), (128, 256, 384))
 _EARLY_THREADS = 2560  # a CTA, times two more than there are ranks
 _WAIT_BYTES = 512 << 10  # that pass a link while a rank waits once more: so many more than two shots may one shot send
+_SWITCH_ALIGNMENT = 16  # bytes that the switch takes at once
 _WORDS_FROM = 48 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (8 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
 _LARGEST_STAGED = (32 << 10, 512)
@@ -51,6 +52,8 @@ class Thresholds:
         gather_push_bytes: of a part, from which on pushing into symmetric targets does in the calls that move data;
             pulling from symmetric sources is next there, beyond ``words_bytes``.
         copy_engine_bytes: of a part, from which on the copy engines beat kernels.
+        multimem_bytes: of a symmetric tensor, from which on the NVLink switch moves and reduces it. Never by default:
+            nobody has seen it pay yet.
     """
 
     words_bytes: int = NEVER
@@ -61,6 +64,7 @@ class Thresholds:
     all_reduce_push_bytes: int = 16 << 20
     gather_push_bytes: int = 64 << 20
     copy_engine_bytes: int = 128 << 20
+    multimem_bytes: int = NEVER
 
 
 DEFAULT = Thresholds()
@@ -90,6 +94,7 @@ class Launch:
         unroll: LL cells, or vectors in flight, a thread.
         chunk_bytes: of a part at a time, in staged kernels.
         slots: of words: 0 for one turn, 1 if all turns fit one slot, 2 if they need more.
+        multimem: whether the NVLink switch moves and reduces, in kernels that can.
     """
 
     algorithm: Algorithm
@@ -98,6 +103,7 @@ class Launch:
     unroll: int
     chunk_bytes: int = 0
     slots: int = 0
+    multimem: bool = False
 
 
 def slice_bytes(num_bytes: int, world_size: int) -> int:
@@ -111,9 +117,13 @@ def ll_shape(
     """The LL kernel for parts of that size, with elements of ``itemsize``: one wave, as few cells a thread as do; None
     where it does not fit."""
     room = Layout.create(world_size).ll_slot_bytes // LL_CELL_BYTES
-    num_cells = max(1, -(-part_bytes // (4 * ll_words(itemsize))))
-    for threads, unroll, most in _LL_SHAPES:
-        grid = -(-num_cells // (threads * unroll))
+    return _wave_shape(max(1, -(-part_bytes // (4 * ll_words(itemsize)))), num_sms, algorithm, room)
+
+
+def _wave_shape(num_units: int, num_sms: int, algorithm: Algorithm, room: int) -> Launch | None:
+    """As few units a thread as do, at most ``room`` a CTA; None where one wave does not hold them."""
+    for threads, unroll, most in _WAVES:
+        grid = -(-num_units // (threads * unroll))
         if grid <= min(most, num_sms) and threads * unroll <= room:
             return Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll)
     return None
@@ -206,15 +216,36 @@ def direct_shape(
     return Launch(algorithm=algorithm, grid=grid, threads=threads, unroll=unroll)
 
 
+def by_switch(num_bytes: int, offset: int, pitch: int, at: Thresholds) -> bool:
+    """Whether the NVLink switch should move or reduce a symmetric tensor of ``num_bytes`` at that heap offset, whose
+    parts are ``pitch`` bytes apart (0: it has one), if it can."""
+    return num_bytes >= at.multimem_bytes and (offset | pitch) % _SWITCH_ALIGNMENT == 0
+
+
+def switch_shape(num_bytes: int, dtype: DType, world_size: int, num_sms: int) -> Launch:
+    """The all-reduce by the switch. With one shot, which spares a wait for stores, every rank fetches all of the sum, so
+    a link carries ``world_size`` times the data to the switch, not 1 + 1 / world_size times. Only where the order of a
+    sum, which the switch may choose anew for each rank, cannot show: all ranks get the same bits."""
+    shape: Launch | None = None
+    more = num_bytes * world_size - num_bytes * (world_size + 1) // world_size
+    in_any_order = world_size == 2 or not dtype.is_floating_point
+    if in_any_order and more <= _WAIT_BYTES and num_bytes % _SWITCH_ALIGNMENT == 0:
+        shape = _wave_shape(num_bytes // _SWITCH_ALIGNMENT, num_sms, Algorithm.pull, NEVER)
+    return replace(shape or two_shot_shape(num_bytes, dtype, world_size, num_sms), multimem=True)
+
+
 def choose(
-    num_bytes: int, dtype: DType, world_size: int, num_sms: int, symmetric: bool = True, at: Thresholds = DEFAULT
-) -> Launch:
+    num_bytes: int, dtype: DType, world_size: int, num_sms: int, symmetric: bool = True, at: Thresholds = DEFAULT,
+    multimem: bool = False,
+) -> Launch:  # fmt: skip
     """The all-reduce for tensors of ``num_bytes`` on a device with ``num_sms`` SMs for this rank. Unless ``symmetric``,
-    one that takes any tensors.
+    one that takes any tensors. ``multimem``: the switch reduces them (``by_switch``).
 
     LL sends world_size - 1 times the data, and a third of it as flags, but waits once, and so do words and one-shot,
     without flags; two-shot kernels send 2 - 2 / world_size times the data (LL with flags) and wait twice.
     """
+    if multimem:
+        return switch_shape(num_bytes, dtype, world_size, num_sms)
     sent, part = num_bytes * (world_size - 1), slice_bytes(num_bytes, world_size)
     shape: Launch | None = None
     if symmetric and num_bytes >= at.all_reduce_push_bytes:
@@ -233,10 +264,12 @@ def choose(
 
 def choose_reduce_scatter(
     part_bytes: int, dtype: DType, world_size: int, num_sms: int, source_symmetric: bool = False,
-    at: Thresholds = DEFAULT,
+    at: Thresholds = DEFAULT, multimem: bool = False,
 ) -> Launch:  # fmt: skip
     """The reduce-scatter of parts of that size. ``source_symmetric`` (pull) asks that no output but the own part is in
-    an input."""
+    an input. ``multimem``: the switch reduces them, which asks for the same."""
+    if multimem:
+        return replace(direct_shape(part_bytes, num_sms, Algorithm.pull, dtype, world_size), multimem=True)
     is_small = _is_small(part_bytes, world_size, at)
     shape = _one_way(part_bytes, world_size, num_sms, is_small, at.words_bytes, dtype.itemsize)
     if shape is not None:
@@ -248,14 +281,17 @@ def choose_reduce_scatter(
 
 def choose_all_gather(
     part_bytes: int, world_size: int, num_sms: int, source_symmetric: bool = False, target_symmetric: bool = False,
-    at: Thresholds = DEFAULT, copy_engine: bool = False,
+    at: Thresholds = DEFAULT, copy_engine: bool = False, multimem: bool = False,
 ) -> Launch:  # fmt: skip
     """All-gather, even all-to-all, broadcast or scatter of parts of that size.
 
     ``target_symmetric`` (push) asks that the source is not in the target, but for the part that stays;
     ``source_symmetric`` (pull) that nothing is written where peers read; ``copy_engine`` that the caller has a
-    ``kernels.gpu.copy_engine``, which is no kernel.
+    ``kernels.gpu.copy_engine``, which is no kernel. ``multimem``: the switch brings the same to all, which asks for what
+    push does.
     """
+    if multimem:
+        return replace(direct_shape(part_bytes, num_sms, Algorithm.push), multimem=True)
     if target_symmetric and part_bytes >= at.gather_push_bytes:
         if copy_engine and part_bytes >= at.copy_engine_bytes:
             return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=32, unroll=1)

@@ -11,6 +11,8 @@ distributes; the order of its sum is its own, but one rank fetches each element,
 **One-shot** (any tensors): every rank pushes all of its tensor, in chunks, into the peers' staging memory, where each
 reduces all: ``reduce_scatter.ReduceScatterStaged`` with parts that are all ``same``.
 
+With the switch, and a symmetric tensor: ``reduce_scatter.ReduceScatterPull``, likewise.
+
 **Staged** (any tensors): slices are pushed in chunks into the staging memory of the rank that reduces them (see
 ``staged``), which keeps the result in its own tensor; then the slices go round through a second pipeline, in the same
 chunks, so that a CTA needs no other.

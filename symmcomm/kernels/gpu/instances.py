@@ -34,7 +34,9 @@ def all_reduce(
         case Algorithm.ll_two_shot:
             return AllReduceLLTwoShot(**reduction, **_cells(shape, world_size, early))
         case Algorithm.two_shot:
-            return AllReduceTwoShot(**reduction, threads=shape.threads, vectors=shape.unroll)
+            return AllReduceTwoShot(**reduction, **_direct(shape))
+        case Algorithm.pull:
+            return ReduceScatterPull(**reduction, **_direct(shape), same=True)
     if shape.algorithm is Algorithm.one_shot:
         return ReduceScatterStaged(**reduction, **_chunks(shape), same=True)
     return AllReduceStaged(**reduction, **_chunks(shape), symmetric=shape.algorithm is Algorithm.push)
@@ -51,22 +53,21 @@ def reduce_scatter(
         case Algorithm.words:
             return ReduceScatterWords(**reduction, **_words(shape, world_size, early, granule))
         case Algorithm.pull:
-            return ReduceScatterPull(**reduction, threads=shape.threads, vectors=shape.unroll)
+            return ReduceScatterPull(**reduction, **_direct(shape))
     return ReduceScatterStaged(**reduction, **_chunks(shape))
 
 
 def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False, granule: int = 1) -> Kernel:
     """See ``select_gpu.choose_all_gather``; ``same``: all takers get the same."""
-    threads, unroll = shape.threads, shape.unroll
     match shape.algorithm:
         case Algorithm.ll:
             return AllGatherLL(world_size=world_size, same=same, **_cells(shape, world_size, early))
         case Algorithm.words:
             return AllGatherWords(world_size=world_size, same=same, **_words(shape, world_size, early, granule))
         case Algorithm.push:
-            return AllGatherPush(world_size=world_size, threads=threads, vectors=unroll)
+            return AllGatherPush(world_size=world_size, **_direct(shape))
         case Algorithm.pull:
-            return AllGatherPull(world_size=world_size, threads=threads, vectors=unroll)
+            return AllGatherPull(world_size=world_size, threads=shape.threads, vectors=shape.unroll)
     return AllToAllStaged(world_size=world_size, **_chunks(shape))
 
 
@@ -87,6 +88,10 @@ def _words(shape: Launch, world_size: int, early: bool, granule: int) -> dict[st
     return {
         "threads": shape.threads, "vectors": shape.unroll, "slots": shape.slots, "early": early, "granule": granule,
     }  # fmt: skip
+
+
+def _direct(shape: Launch) -> dict[str, Any]:
+    return {"threads": shape.threads, "vectors": shape.unroll, "multimem": shape.multimem}
 
 
 def _chunks(shape: Launch) -> dict[str, Any]:

@@ -7,6 +7,7 @@ its sum is its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,22 +68,35 @@ def _batch(
 ) -> None:
     """Units i, i + step, …: all loads first, so that they are in flight together."""
     here = places(offset, num, i, step, vectors, unit)
-    if where.multicast_source is not None and multimem.form(reduction, unit) is not None:
-        reduced = [multimem.ld_reduce(reduction, where.multicast_source + at, unit, when=live) for at, live in here]
-        for (at, live), words in zip(here, reduced, strict=True):
-            if where.multicast_target is not None:
-                multimem.st(where.multicast_target + at, words, unit, when=live)
-            else:
-                _store_all(where.targets, at, words, unit, live)
+    store_units(reduction, where, here, unit, reduced_units(reduction, where, here, unit))
+
+
+def _by_switch(reduction: Reduction, where: Addresses, unit: int) -> bool:
+    return where.multicast_source is not None and multimem.form(reduction, unit) is not None
+
+
+def reduced_units(
+    reduction: Reduction, where: Addresses, here: list[tuple[Any, Any]], unit: int
+) -> Iterator[list[Any]]:
+    """The words of the units at ``here`` (``sweep.places``), reduced. All are loaded before the first is given."""
+    if _by_switch(reduction, where, unit):
+        yield from [multimem.ld_reduce(reduction, where.multicast_source + at, unit, when=live) for at, live in here]
         return
     loaded = [
         [load_vector(source + at, unit, semantics="relaxed", when=live) for source in where.sources]
         for at, live in here
     ]
-    for (at, live), of_ranks in zip(here, loaded, strict=True):
-        _store_all(where.targets, at, reduction.reduce(of_ranks), unit, live)
+    for of_ranks in loaded:
+        yield reduction.reduce(of_ranks)
 
 
-def _store_all(targets: tuple[Any, ...], at: Any, words: list[Any], unit: int, live: Any) -> None:
-    for target in targets:
-        store_vector(target + at, words, unit, when=live)
+def store_units(
+    reduction: Reduction, where: Addresses, here: list[tuple[Any, Any]], unit: int, reduced: Iterable[list[Any]]
+) -> None:
+    """Stores what ``reduced_units`` gave."""
+    for (at, live), words in zip(here, reduced, strict=True):
+        if where.multicast_target is not None and _by_switch(reduction, where, unit):
+            multimem.st(where.multicast_target + at, words, unit, when=live)
+        else:
+            for target in where.targets:
+                store_vector(target + at, words, unit, when=live)

@@ -13,7 +13,15 @@ chunk of all parts before it writes there. Stores over a link are faster than lo
 barrier, as an input may change once its rank's kernel is done. With ``multimem`` the switch reduces; the order of its
 sum is its own. The output may be part r of the input.
 
-The LL and staged kernels are all-reduces in one shot if all parts are the ``same``.
+All are all-reduces in one shot if all parts are the ``same``.
+
+**Pull, the same parts**: every rank reads all of every input, so a rank may not write its result, which replaces its
+input, before all have read that. Each thread holds what it reduces in registers over the second barrier, then stores
+it. The barrier is the channel's: as grids agree, unit i of any input is read by thread i of the grid on each rank, and
+written by thread i of its own rank, in CTAs of one channel. It ends the reading, as its release orders the loads of all
+threads of the CTA before the signal; and nobody reads what is stored behind it in the same call: the next kernel of the
+stream does, for which this one is done. With ``multimem`` each rank fetches each element, in an order that the switch
+may choose for each anew: floats of three ranks and more need not agree in their last bits.
 """
 
 from __future__ import annotations
@@ -33,10 +41,10 @@ from symmcomm.kernels.gpu.context import begin, block, end
 from symmcomm.kernels.gpu.copy import clip
 from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.primitives import pick
-from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes
+from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes, reduced_units, store_units
 from symmcomm.kernels.gpu.signatures import Reducing, ReducingTensors
 from symmcomm.kernels.gpu.staged import chunk_offset, run
-from symmcomm.kernels.gpu.sweep import first_unit, num_units
+from symmcomm.kernels.gpu.sweep import first_unit, num_units, places
 from symmcomm.schedule.layout_gpu import Phase
 
 
@@ -127,10 +135,12 @@ class ReduceScatterStaged(ReducingTensors):
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterPull(Reducing):
     """The pull kernel. Attributes: ``vectors`` of each source a thread has in flight, ``multimem`` whether the switch
-    reduces; then ``multicast_base`` must be one."""
+    reduces; then ``multicast_base`` must be one. ``same``: see there; the part and the output must be whole vectors on
+    16-byte boundaries. Launch that with as many CTAs as the part has parts of ``vectors`` rows."""
 
     vectors: int
     multimem: bool = False
+    same: bool = False
 
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
@@ -141,8 +151,8 @@ class ReduceScatterPull(Reducing):
         self, base: Int64, stride: Int64, rank: Int32, multicast_base: Int64, source: Int64, output: Int64,
         count: Int64, grid: Int32, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
-        """``source``: offset of ``world_size`` parts of ``count`` elements from the start of each rank's heap;
-        ``output``: address of ``count`` elements."""
+        """``source``: offset of ``world_size`` parts of ``count`` elements from the start of each rank's heap, or if all
+        parts are the ``same`` of that one; ``output``: address of ``count`` elements."""
         self.launch(self.kernel(base, stride, rank, multicast_base, source, output, count), grid, stream)
 
     @cute.kernel
@@ -154,13 +164,19 @@ class ReduceScatterPull(Reducing):
         if in_order:
             if sync(ctx, block(), epoch + 1, Phase.enter, True):
                 num_bytes = count * self.dtype.itemsize
-                at = source + rank * num_bytes
+                at = source + (Int64(0) if self.same else rank * num_bytes)
                 where = Addresses(
                     sources=tuple(ctx.peer_address(peer, at) for peer in range(self.world_size)),
                     targets=(output,),
                     multicast_source=multicast_base + at if self.multimem else None,
                 )
                 first, step = first_unit(self.threads), num_units(self.threads)
-                reduce_bytes(self.reduction, where, num_bytes, first, step, self.vectors)
-                sync(ctx, block(), epoch + 2, Phase.leave, False)
+                if cutlass.const_expr(self.same):
+                    here = places(Int64(0), num_bytes >> 4, first, step, self.vectors, 16, first_is_there=False)
+                    reduced = list(reduced_units(self.reduction, where, here, 16))
+                    sync(ctx, block(), epoch + 2, Phase.leave, False)
+                    store_units(self.reduction, where, here, 16, reduced)
+                else:
+                    reduce_bytes(self.reduction, where, num_bytes, first, step, self.vectors)
+                    sync(ctx, block(), epoch + 2, Phase.leave, False)
             end(ctx, block(), epoch + 2)

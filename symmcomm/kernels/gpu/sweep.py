@@ -31,8 +31,10 @@ def sweep(num: Int64, first: Int64, step: Int64, size: cutlass.Constexpr, batch:
         i += size * step
 
 
-def places(offset: Any, num: Any, i: Any, step: Any, size: int, unit: int) -> list[tuple[Any, Any]]:
-    """Of each unit of batch i: the byte, from ``offset`` on, and whether it is there. The first always is. It has no
-    predicate, as that would be folded to a literal, which PTX has no form for."""
-    first: tuple[Any, Any] = (offset + i * unit, None)
+def places(
+    offset: Any, num: Any, i: Any, step: Any, size: int, unit: int, first_is_there: bool = True
+) -> list[tuple[Any, Any]]:
+    """Of each unit of batch i: the byte, from ``offset`` on, and whether it is there. In a ``sweep`` the first always
+    is. It then has no predicate, as that would be folded to a literal, which PTX has no form for."""
+    first: tuple[Any, Any] = (offset + i * unit, None if first_is_there else i < num)
     return [first, *((offset + (i + u * step) * unit, i + u * step < num) for u in range(1, size))]

@@ -68,7 +68,7 @@ class Communicator:
         bootstrap_name: how the ranks found each other.
     """
 
-    device = torch.device("cpu")
+    device, multicast_base = torch.device("cpu"), 0
 
     barrier = barrier
     all_reduce = all_reduce

@@ -21,15 +21,14 @@ from symmcomm.collectives.all_to_all import check_apart, even_part, row_bytes
 from symmcomm.collectives.arguments import check_list, check_pair, check_place
 from symmcomm.collectives.call import Kind, parse_reduction
 from symmcomm.collectives.gpu_forms import Forms
-from symmcomm.collectives.gpu_memory import GpuMemory
+from symmcomm.collectives.gpu_messages import GpuMessages
 from symmcomm.collectives.gpu_ring import by_ring
 from symmcomm.collectives.lists import check_lists
-from symmcomm.errors import ArgumentError, DTypeError
-from symmcomm.kernels.gpu import instances
-from symmcomm.kernels.gpu.barrier import Barrier
+from symmcomm.errors import DTypeError
+from symmcomm.kernels.gpu import instances, multimem
 from symmcomm.kernels.gpu.copy_engine import AllGatherCopyEngine
-from symmcomm.kernels.gpu.point_to_point import Message
-from symmcomm.kernels.gpu.words import StoreWords, SwapSignal
+from symmcomm.kernels.gpu.elements import Reduction
+from symmcomm.kernels.gpu.words import StoreWords
 from symmcomm.schedule import select_gpu
 from symmcomm.schedule.cost import RingMode
 from symmcomm.schedule.dtypes import DType, Op
@@ -37,7 +36,6 @@ from symmcomm.schedule.plan import Plan
 from symmcomm.schedule.select_gpu import Algorithm
 
 _MAX_PREPARED = 4096  # calls kept; sizes that never come again must not fill the memory
-_HOST_CHANNEL = 0  # of the compare-and-swap pads
 _BAD = (AttributeError, KeyError, RuntimeError, TypeError)  # of arguments that cannot be looked up
 
 Call = Callable[..., None]
@@ -45,7 +43,7 @@ Place = tuple[int, int, int]
 """Address, bytes in all, and bytes from one rank's part to the next: 0 if they have one."""
 
 
-class GpuCollectives(GpuMemory):
+class GpuCollectives(GpuMessages):
     """The GPU side of a communicator: ``Communicator.gpu``. The methods are those of ``Communicator``, with the same
     arguments, on contiguous tensors of ``device``; they return once the work is enqueued on torch's current stream.
 
@@ -112,30 +110,50 @@ class GpuCollectives(GpuMemory):
         if self.world_size == 1 or count == 0:
             return lambda address: self.check()
         num_bytes = count * dtype.itemsize
-        ordinary, symmetric = (self.choose_all_reduce(num_bytes, dtype, each) for each in (False, True))
-        if symmetric == ordinary:
-            return self._direct(ordinary, dtype, op, count)
-        forms: dict[bool, Call] = {}  # kernels take a while to compile: each when it is needed
+        places = (False, False), (True, False), (True, self._switch_reduces(num_bytes, dtype, op))
+        shapes = [self.choose_all_reduce(num_bytes, dtype, *each) for each in places]
+        if shapes.count(shapes[0]) == len(shapes):
+            return self._direct(shapes[0], dtype, op, count)
+        forms: dict[int, Call] = {}  # kernels take a while to compile: each when it is needed
 
         def call(address: int) -> None:
-            inside = self.is_symmetric(address, num_bytes)
-            if inside not in forms:
-                forms[inside] = self._direct(symmetric if inside else ordinary, dtype, op, count)
-            forms[inside](address)
+            place = self.is_symmetric(address, num_bytes) + self._by_switch(address, num_bytes, 0)
+            if place not in forms:
+                forms[place] = self._direct(shapes[place], dtype, op, count)
+            forms[place](address)
 
         return call
 
-    def choose_all_reduce(self, num_bytes: int, dtype: DType, symmetric: bool) -> select_gpu.Launch:
+    def choose_all_reduce(
+        self, num_bytes: int, dtype: DType, symmetric: bool, multimem: bool = False
+    ) -> select_gpu.Launch:
         """The shape of an all-reduce on this world."""
-        return select_gpu.choose(num_bytes, dtype, self.world_size, self.num_sms, symmetric, self.thresholds)
+        facts = num_bytes, dtype, self.world_size, self.num_sms
+        return select_gpu.choose(*facts, symmetric, self.thresholds, multimem)
+
+    def _by_switch(self, address: int, num_bytes: int, pitch: int) -> bool:
+        """Whether the switch should move or reduce the tensor there, if it knows how (``select_gpu.by_switch``)."""
+        return (
+            self.multicast_base != 0
+            and select_gpu.by_switch(num_bytes, address - self.heap.own_address, pitch, self.thresholds)
+            and self.is_symmetric(address, num_bytes)
+        )
+
+    def _switch_reduces(self, num_bytes: int, dtype: DType, op: Op) -> bool:
+        """Whether it should reduce, and knows how, tensors of that size that lie well."""
+        wanted = self.multicast_base != 0 and select_gpu.by_switch(num_bytes, 0, 0, self.thresholds)
+        return wanted and multimem.form(Reduction(dtype, op, self.world_size, self.arch_number), 16) is not None
 
     def _direct(self, shape: select_gpu.Launch, dtype: DType, op: Op, count: int, keeps: bool = True) -> Call:
         """One kernel, in place. Unless it ``keeps`` the result, that goes elsewhere and is forgotten."""
         kernel = partial(instances.all_reduce, shape, dtype, op, self.world_size, self.arch_number, self.early)
         forms, run, grid, own = Forms(shape, kernel, self.compiled), self.run, shape.grid, self.heap.own_address
         num_bytes = count * dtype.itemsize
+        multicast = self.multicast_base
         if shape.algorithm is Algorithm.two_shot:  # takes an offset
-            return lambda address: run(forms[0], 0, address - own, count, grid)
+            return lambda address: run(forms[0], multicast, address - own, count, grid)
+        if shape.algorithm is Algorithm.pull:
+            return lambda address: run(forms[0], multicast, address - own, address, count, grid)
         if keeps and shape.algorithm is not Algorithm.words:  # the smallest calls: their time is the host's
             function = forms[0]
             return lambda address: run(function, address, address, count, grid)
@@ -174,20 +192,25 @@ class GpuCollectives(GpuMemory):
         if self.world_size == 1:
             parse_reduction(input.dtype, op)
             return self._keep(output, input)
-        symmetric = self.is_symmetric(source, num_bytes * self.world_size)
-        self.prepared(self._prepare_reduce_scatter, input.dtype, op, output.numel(), symmetric)(target, source)
+        whole = num_bytes * self.world_size
+        place = self.is_symmetric(source, whole), self._by_switch(source, whole, num_bytes)
+        self.prepared(self._prepare_reduce_scatter, input.dtype, op, output.numel(), *place)(target, source)
 
-    def _prepare_reduce_scatter(self, of: torch.dtype, by: object, count: int, symmetric: bool) -> Call:
+    def _prepare_reduce_scatter(
+        self, of: torch.dtype, by: object, count: int, symmetric: bool, by_switch: bool
+    ) -> Call:
         dtype, op = parse_reduction(of, by)
         if count == 0:
             return lambda target, source: self.check()
         shape = select_gpu.choose_reduce_scatter(
-            count * dtype.itemsize, dtype, self.world_size, self.num_sms, symmetric, self.thresholds
-        )
+            count * dtype.itemsize, dtype, self.world_size, self.num_sms, symmetric, self.thresholds,
+            by_switch and self._switch_reduces(count * dtype.itemsize * self.world_size, dtype, op),
+        )  # fmt: skip
         kernel = partial(instances.reduce_scatter, shape, dtype, op, self.world_size, self.arch_number, self.early)
         forms, run, grid, own = Forms(shape, kernel, self.compiled), self.run, shape.grid, self.heap.own_address
         if shape.algorithm is Algorithm.pull:  # takes an offset
-            return lambda target, source: run(forms[0], 0, source - own, target, count, grid)
+            multicast = self.multicast_base
+            return lambda target, source: run(forms[0], multicast, source - own, target, count, grid)
         num_bytes = count * dtype.itemsize
         return lambda target, source: run(forms[(source | target | num_bytes) & 15], source, target, count, grid)
 
@@ -247,15 +270,16 @@ class GpuCollectives(GpuMemory):
         if num_bytes == 0:
             return self.check()
         (start, whole, pitch), (place, room, stride) = source, target
-        symmetric = self.is_symmetric(start, whole), self.is_symmetric(place, room)
-        call = self.prepared(self._prepare_spread, num_bytes, pitch == 0, *symmetric, num_sms or self.num_sms)
+        same, symmetric = pitch == 0, (self.is_symmetric(start, whole), self.is_symmetric(place, room))
+        by_switch = same and self._by_switch(place, room, stride)
+        call = self.prepared(self._prepare_spread, num_bytes, same, *symmetric, by_switch, num_sms or self.num_sms)
         call(start, pitch, place, stride, sender)
 
     def _prepare_spread(
-        self, num_bytes: int, same: bool, source_symmetric: bool, target_symmetric: bool, num_sms: int
+        self, num_bytes: int, same: bool, source_symmetric: bool, target_symmetric: bool, by_switch: bool, num_sms: int
     ) -> Call:
         shape = select_gpu.choose_all_gather(
-            num_bytes, self.world_size, num_sms, source_symmetric, target_symmetric, self.thresholds, copy_engine=True
+            num_bytes, self.world_size, num_sms, source_symmetric, target_symmetric, self.thresholds, True, by_switch
         )
         run, own = self.run, self.heap.own_address  # what is written or read at peers is given by its offset
         if shape.algorithm is Algorithm.copy_engine:
@@ -266,8 +290,9 @@ class GpuCollectives(GpuMemory):
         kernel = partial(instances.all_gather, shape, self.world_size, same, self.early)
         forms, grid = Forms(shape, kernel, self.compiled), shape.grid
         if shape.algorithm is Algorithm.push:
+            multicast = self.multicast_base
             return lambda source, pitch, target, stride, sender: run(
-                forms[0], 0, source, pitch, target - own, stride, num_bytes, sender, grid
+                forms[0], multicast, source, pitch, target - own, stride, num_bytes, sender, grid
             )
         if shape.algorithm is Algorithm.pull:
             return lambda source, pitch, target, stride, sender: run(
@@ -345,46 +370,3 @@ class GpuCollectives(GpuMemory):
         check_lists(self, output_list, input_list, self.device)
         pairs = zip(input_list, output_list, strict=True)
         self._exchange([(a.nbytes, a.data_ptr(), b.nbytes, b.data_ptr()) for a, b in pairs])
-
-    # Messages, barriers and signals.
-
-    def send(self, tensor: torch.Tensor, dst: int) -> None:
-        """Sends ``tensor`` to rank ``dst``. Messages of a pair arrive in the order sent; small ones leave the stream
-        before they are received. A receiver that expects another number of bytes gets MismatchError, and the
-        communicator is finished."""
-        self._message(tensor, dst, "dst", True)
-
-    def recv(self, tensor: torch.Tensor, src: int) -> None:
-        """Receives rank ``src``'s next message into ``tensor``, of as many bytes as were sent."""
-        self._message(tensor, src, "src", False)
-
-    def _message(self, tensor: torch.Tensor, peer: int, name: str, sends: bool) -> None:
-        address = self.address_of(tensor, "tensor")
-        check_rank(self, peer, name)
-        if peer == self.rank:
-            raise ArgumentError(f"{name}={peer} is the calling rank itself")
-        self.launch(Message(world_size=self.world_size, sends=sends), address, tensor.nbytes, peer)
-
-    def barrier(
-        self, *, algorithm: str = "all_to_all", protocol: str = "epoch", timeout_s: float | None = None
-    ) -> None:
-        """What is enqueued behind it on the current stream runs once all ranks have come to theirs. Arguments as of
-        ``Communicator.barrier``, which holds up the host instead."""
-        if algorithm not in ("all_to_all", "ring"):
-            raise ArgumentError(f"algorithm={algorithm!r} is none of 'all_to_all', 'ring'")
-        if protocol not in ("epoch", "cas"):
-            raise ArgumentError(f"protocol={protocol!r} is none of 'epoch', 'cas'")
-        kernel = Barrier(world_size=self.world_size, arch=self.arch_number, algorithm=algorithm, protocol=protocol)
-        with self.deadline(timeout_s):
-            self.launch(kernel, 0, _HOST_CHANNEL)
-
-    def swap_barrier(self, channel: int, timeout_s: float | None) -> None:
-        """Compare-and-swap barrier of all ranks on a channel."""
-        kernel = Barrier(world_size=self.world_size, arch=self.arch_number, protocol="cas")
-        with self.deadline(timeout_s):
-            self.launch(kernel, 0, channel)
-
-    def swap_signal(self, channel: int, peer: int, put: bool, timeout_s: float | None) -> None:
-        """Puts a signal to the peer once it has taken the last one, or waits for one of it and takes it."""
-        with self.deadline(timeout_s):
-            self.launch(SwapSignal(world_size=self.world_size, puts=put), channel, peer)

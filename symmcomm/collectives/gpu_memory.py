@@ -38,6 +38,7 @@ from symmcomm.memory.cuda_ipc import IpcProvider
 from symmcomm.memory.cuda_vmm import VmmProvider
 from symmcomm.memory.exchange import DescriptorExchange
 from symmcomm.memory.heap import SymmetricHeap
+from symmcomm.memory.multicast import HeapMulticast
 from symmcomm.memory.provider import Provider
 from symmcomm.probe_gpu import probe_facts
 from symmcomm.schedule import layout_gpu as at
@@ -45,8 +46,16 @@ from symmcomm.schedule import select_gpu
 from symmcomm.schedule.cost import choose_from
 from symmcomm.schedule.layout_gpu import Layout, MessageLayout, Phase, Record
 from symmcomm.schedule.plan import Plan
+from symmcomm.schedule.select import NEVER
 from symmcomm.schedule.select_gpu import Thresholds
-from symmcomm.schedule.topology_gpu import Attempt, Choice, GpuFacts, decide_devices, decide_provider
+from symmcomm.schedule.topology_gpu import (
+    Attempt,
+    Choice,
+    GpuFacts,
+    decide_devices,
+    decide_multicast,
+    decide_provider,
+)
 from symmcomm.schedule.tuning_gpu import World, lookup
 
 if TYPE_CHECKING:
@@ -92,11 +101,12 @@ def _provider(device: CudaDevice, choice: Choice) -> Provider:
 
 
 class GpuMemory:
-    """See ``GpuCollectives``, which adds the calls.
+    """See ``GpuCollectives``, which has the calls.
 
     Attributes:
         rank, world_size: of the communicator. device: the GPU.
         heap: the symmetric heap; peer p's is at ``base + p · stride`` (``base``, ``stride``).
+        multicast_base: of all ranks' heaps at once by NVLink multicast; 0: there is none. multicast: why.
         layout, messages: of its start.
         num_sms: SMs that a kernel of any rank may use: the smallest share, as grids must agree.
         arch, arch_number: for which kernels are compiled, as "sm_90a" and 90.
@@ -107,6 +117,8 @@ class GpuMemory:
         streams: of the GPU.
         topology, ring_from: as of the communicator, for its GPUs.
     """
+
+    multicast_base = 0
 
     def __init__(self, comm: Communicator, facts: list[GpuFacts], choice: Choice) -> None:
         from symmcomm.kernels.gpu.compile import architecture, compiled
@@ -130,6 +142,9 @@ class GpuMemory:
             provider=_provider(self.cuda_device, choice), agree=comm.all_gather_bytes,
         )  # fmt: skip
         self.base, self.stride = self.heap.base, self.heap.stride
+        self.multicast = HeapMulticast(
+            decide_multicast(facts, choice), comm.all_gather_bytes, self.cuda_device, self.heap, comm.settings
+        )
         self._symmetric: set[tuple[int, int]] = set()
         self.streams = GpuStreams(self.ordinal)
         self._stream = -1  # of the last call
@@ -141,6 +156,7 @@ class GpuMemory:
         self.ring_tables: dict[tuple[object, ...], tuple[Plan, torch.Tensor]] = {}  # on the device, as long as the heap
         self._failure: BaseException | None = None
         self._fill_state()
+        self.extend_multicast()
 
     @property
     def tuned_for(self) -> World:
@@ -164,9 +180,17 @@ class GpuMemory:
         return found
 
     def set_thresholds(self, thresholds: Thresholds) -> None:
-        """Chooses kernels by other sizes from now on; on all ranks alike."""
+        """Collective. Chooses kernels by other sizes from now on; on all ranks alike."""
         self.thresholds = thresholds
         self._calls.clear()
+        self.extend_multicast()
+
+    def extend_multicast(self) -> None:
+        """Collective, after the heap has grown or thresholds have changed. Multicast reaches all of the heap if they
+        ask for it and it can; else kernels do without from now on."""
+        before, self.multicast_base = self.multicast_base, self.multicast.extend(self.thresholds.multimem_bytes < NEVER)
+        if self.multicast_base != before:
+            self._calls.clear()
 
     def _fill_state(self) -> None:
         """Writes the private fields (``schedule.layout_gpu``) before any rank launches."""
@@ -343,6 +367,8 @@ class GpuMemory:
             self._alarm.close()
             self.stop(ClosedError("the communicator is closed"))
             self._state = None
+            if agree is not None:  # no rank is before the barrier of ``Communicator.close``; else it stays
+                self.multicast.close()
             self.heap.close(agree)
 
     def leave_to_parent(self) -> None:

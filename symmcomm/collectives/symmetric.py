@@ -50,6 +50,7 @@ def empty(
     request = f"empty({', '.join(map(str, shape))}, dtype={dtype}{'' if gpu is None else ', device=cuda'})"
     offset = heap.allocate(max(num_bytes, 1), request, self.all_gather_bytes)
     if gpu is not None:
+        gpu.extend_multicast()
         gpu.add_symmetric(offset, num_bytes)
     raw = heap.tensor(self.rank, offset, max(num_bytes, 1))
     return raw[:num_bytes].view(dtype).view(shape)

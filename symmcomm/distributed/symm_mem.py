@@ -50,6 +50,8 @@ class GroupHandle(SymmetricHandle):
         self._owner_ranks = [dist.get_group_rank(owner, rank) for rank in dist.get_process_group_ranks(group)]
         heap = self._owner.heap
         self.buffer_ptrs = [heap.base + rank * heap.stride + offset for rank in self._owner_ranks]
+        if group is not owner:  # multicast reaches all of the owner's ranks
+            self.multicast_ptr = 0
         self._pointers[0] = torch.tensor(self.buffer_ptrs, device=self._pointers.device)
 
     def get_buffer(

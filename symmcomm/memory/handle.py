@@ -23,6 +23,8 @@ class Side(Protocol):
     heap: SymmetricHeap
     signal_pad: int
     """Offset of the compare-and-swap words in a heap: ``u32[NUM_CHANNELS][sender]``."""
+    multicast_base: int
+    """Where all ranks' heaps are at once by NVLink multicast; 0: nowhere."""
 
     def check_open(self) -> None: ...
 
@@ -41,10 +43,8 @@ class SymmetricHandle:
         buffer_size: bytes of the tensor.
         buffer_ptrs: address in this process of every rank's copy.
         signal_pad_ptrs: address of every rank's pad of 32-bit words, ``pad[channel * world_size + sender]``.
-        multicast_ptr: 0; nothing here needs multicast.
+        multicast_ptr: address of all ranks' copies at once by NVLink multicast; 0 where it is not used.
     """
-
-    multicast_ptr = 0
 
     def __init__(self, side: Side, offset: int, buffer_size: int) -> None:
         self._side, self._offset = side, offset
@@ -52,6 +52,7 @@ class SymmetricHandle:
         starts = [side.heap.base + peer * side.heap.stride for peer in range(self.world_size)]
         self.buffer_ptrs = [start + offset for start in starts]
         self.signal_pad_ptrs = [start + side.signal_pad for start in starts]
+        self.multicast_ptr = side.multicast_base + offset if side.multicast_base else 0
         self._pointers = torch.tensor([self.buffer_ptrs, self.signal_pad_ptrs], dtype=torch.int64, device=side.device)
 
     @property

@@ -21,6 +21,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ from symmcomm.errors import SymmCommError
 from symmcomm.memory.cuda_driver import CudaDevice, call
 from symmcomm.memory.cuda_vmm import read_write
 from symmcomm.memory.heap import SymmetricHeap
+from symmcomm.schedule.topology_gpu import Attempt
 
 AllGather = Callable[[bytes], list[bytes]]
 
@@ -139,6 +141,47 @@ class MulticastSpace:
         self._entry.device.refuse_in_capture("closing a multicast mapping")
         self._undo.close()
         self.base = self._num_segments = 0
+
+
+class HeapMulticast:
+    """The ``MulticastSpace`` of a heap for those who can do without one: there is none until it is wanted, and an
+    attempt that failed is not repeated.
+
+    Args:
+        agree: all-gather of bytes among the ranks.
+        device, heap, settings, environ: as of the space.
+
+    Attributes:
+        allowed: whether multicast may be tried (``topology_gpu.decide_multicast``), the same on all ranks; after an
+            attempt that failed, what it came to.
+    """
+
+    def __init__(
+        self, allowed: Attempt, agree: AllGather, device: CudaDevice, heap: SymmetricHeap, settings: Settings,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self.allowed, self._agree = allowed, agree
+        self._make = partial(MulticastSpace, device, heap, settings, environ)
+        self._space: MulticastSpace | None = None
+
+    def extend(self, wanted: bool) -> int:
+        """Collective. Maps what the heap has gained if it is ``wanted``, on all ranks alike, or has been before.
+        Returns the base, or 0: there is no mapping of the whole heap. One of a part stays until ``close``, as graphs
+        and handles may have its addresses."""
+        if not self.allowed.works or (self._space is None and not wanted):
+            return 0
+        self._space = self._space or self._make()
+        try:
+            self._space.extend(self._agree)
+        except MulticastUnavailableError as error:
+            self.allowed = Attempt(False, str(error))
+            return 0
+        return self._space.base
+
+    def close(self) -> None:
+        """See ``MulticastSpace.close``."""
+        if self._space is not None:
+            self._space.close()
 
 
 def _agreed(step: Callable[[], None], agree: AllGather) -> None:

@@ -223,9 +223,9 @@ def by_switch(num_bytes: int, offset: int, pitch: int, at: Thresholds) -> bool:
 
 
 def switch_shape(num_bytes: int, dtype: DType, world_size: int, num_sms: int) -> Launch:
-    """The all-reduce by the switch. With one shot, which spares a wait for stores, every rank fetches all of the sum, so
-    a link carries ``world_size`` times the data to the switch, not 1 + 1 / world_size times. Only where the order of a
-    sum, which the switch may choose anew for each rank, cannot show: all ranks get the same bits."""
+    """The all-reduce by the switch. With one shot, which spares a wait for stores, every rank fetches all of the sum,
+    so a link carries ``world_size`` times the data to the switch, not 1 + 1 / world_size times. Only where the order of
+    a sum, which the switch may choose anew for each rank, cannot show: all ranks get the same bits."""
     shape: Launch | None = None
     more = num_bytes * world_size - num_bytes * (world_size + 1) // world_size
     in_any_order = world_size == 2 or not dtype.is_floating_point
@@ -287,8 +287,8 @@ def choose_all_gather(
 
     ``target_symmetric`` (push) asks that the source is not in the target, but for the part that stays;
     ``source_symmetric`` (pull) that nothing is written where peers read; ``copy_engine`` that the caller has a
-    ``kernels.gpu.copy_engine``, which is no kernel. ``multimem``: the switch brings the same to all, which asks for what
-    push does.
+    ``kernels.gpu.copy_engine``, which is no kernel. ``multimem``: the switch brings the same to all, which asks for
+    what push does.
     """
     if multimem:
         return replace(direct_shape(part_bytes, num_sms, Algorithm.push), multimem=True)

@@ -151,8 +151,8 @@ class ReduceScatterPull(Reducing):
         self, base: Int64, stride: Int64, rank: Int32, multicast_base: Int64, source: Int64, output: Int64,
         count: Int64, grid: Int32, stream: cuda.CUstream,
     ) -> None:  # fmt: skip
-        """``source``: offset of ``world_size`` parts of ``count`` elements from the start of each rank's heap, or if all
-        parts are the ``same`` of that one; ``output``: address of ``count`` elements."""
+        """``source``: offset of ``world_size`` parts of ``count`` elements from the start of each rank's heap, or of
+        one if all are the ``same``; ``output``: address of ``count`` elements."""
         self.launch(self.kernel(base, stride, rank, multicast_base, source, output, count), grid, stream)
 
     @cute.kernel

@@ -43,6 +43,7 @@ class Contest:
         sizes: in bytes of what the threshold counts, between two ranks.
         prepare: the call to be timed, on tensors of such a size, and its symmetric tensor.
         words: whether kernels of words may be taken; else the contest is about what serves beyond them.
+        multicast: whether it is about the NVLink switch, and held only where that may be used and can.
     """
 
     field: str
@@ -51,6 +52,7 @@ class Contest:
     sizes: tuple[int, ...]
     prepare: Prepare
     words: bool = False
+    multicast: bool = False
 
 
 def join(launch: Launch, settings: Settings) -> Communicator:
@@ -99,6 +101,10 @@ CONTESTS = (
         field="gather_push_bytes", small_first=False, sizes=_powers(18, 26), prepare=partial(_all_gather, pushes=True),
         words=True,
     ),
+    Contest(
+        field="multimem_bytes", small_first=False, sizes=_powers(16, 27), prepare=_all_reduce, words=True,
+        multicast=True,
+    ),
 )
 
 
@@ -108,7 +114,8 @@ def _times(comm: Communicator, lane: Lane, contest: Contest, size: int, rounds: 
     num_calls = max(2, min(_MOST_CALLS, _BATCH_BYTES // (size * comm.world_size)))
     call, symmetric = contest.prepare(comm, size)
     timers = []
-    base = before if contest.words else replace(before, words_bytes=0)
+    words_bytes = before.words_bytes if contest.words else 0
+    base = replace(before, words_bytes=words_bytes, multimem_bytes=NEVER)  # the switch would serve both
     for value in (NEVER, 0):
         gpu.set_thresholds(replace(base, **{contest.field: value}))
         call()  # loads the module
@@ -135,9 +142,21 @@ def tune(comm: Communicator, rounds: int, say: Say) -> Thresholds:
     lane = Lane(torch.cuda.Stream(gpu.device), gpu.barrier)  # type: ignore[no-untyped-call]
     with lane.current():
         for contest in CONTESTS:
+            if contest.multicast and (obstacle := _no_multicast(comm)):
+                say(f"{contest.field:>20} not measured: {obstacle}")
+                continue
             value = _threshold(comm, lane, contest, rounds, say)
             gpu.set_thresholds(replace(gpu.thresholds, **{contest.field: value}))
     return gpu.thresholds
+
+
+def _no_multicast(comm: Communicator) -> str:
+    """Collective. Why the switch cannot be used; empty if it can. Thresholds that want it make the GPU side try, where
+    the one gate lets all ranks (``memory.multicast``)."""
+    gpu, before = comm.gpu_side, comm.gpu_side.thresholds
+    gpu.set_thresholds(replace(before, multimem_bytes=0))
+    gpu.set_thresholds(before)
+    return "" if gpu.multicast_base else gpu.multicast.allowed.reason
 
 
 def _threshold(comm: Communicator, lane: Lane, contest: Contest, rounds: int, say: Say) -> int:

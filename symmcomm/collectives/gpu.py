@@ -2,10 +2,11 @@
 and returns.
 
 What a call needs is prepared once for what all ranks know alike (kind, dtype, operation, element count, whether the
-tensors are symmetric), and looked up by that. Kernels are chosen by ``schedule.select_gpu`` from nothing else, so all
-ranks launch the same grids. Arguments of one call must therefore agree on all ranks, and a tensor must be symmetric
-(see ``gpu_memory``) on all of them or on none; a kernel does not see it if they do not: such a call ends in a wait that
-gives up, or in wrong data. Only split sizes and sizes of messages are compared.
+tensors are symmetric, and where in the heap as far as the switch minds), and looked up by that. Kernels are chosen by
+``schedule.select_gpu`` from nothing else, so all ranks launch the same grids. Arguments of one call must therefore
+agree on all ranks, and a tensor must be symmetric (see ``gpu_memory``) on all of them or on none; a kernel does not see
+it if they do not: such a call ends in a wait that gives up, or in wrong data. Only split sizes and sizes of messages
+are compared.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class GpuCollectives(GpuMessages):
     def all_reduce(
         self, tensor: torch.Tensor, op: object = "sum", *, ring_mode: RingMode | Plan | None = None, num_blocks: int = 0
     ) -> None:
-        """Replaces ``tensor`` on every rank by the reduction of all ranks' tensors, in rank order, with the same bits.
+        """Replaces ``tensor`` on every rank by the reduction of all ranks' tensors, in rank order, with the same bits;
+        where ``Thresholds.multimem_bytes`` gives it to the switch, in an order of its own.
 
         Large symmetric tensors are reduced where they are; others pass through memory of the heap.
         """

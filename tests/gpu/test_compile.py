@@ -228,6 +228,35 @@ def test_multimem(dtype: DType, op: Op, arch: str, tmp_path: Path) -> None:
     assert bool(how.acc) == (dtype in (DType.float16, DType.bfloat16) and op is Op.sum)
 
 
+ONE_SHOT = [
+    (DType.bfloat16, Op.sum), (DType.float16, Op.sum), (DType.float32, Op.avg), (DType.float64, Op.sum),
+    (DType.int32, Op.sum), (DType.int64, Op.min), (DType.bool, Op.prod),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("dtype", "op"), ONE_SHOT, ids=lambda x: x.name)
+def test_multimem_of_one_shot(dtype: DType, op: Op, arch: str, tmp_path: Path) -> None:
+    """What the switch has reduced is stored behind the second barrier, in the own memory alone."""
+    shape = replace(launch(Algorithm.pull, 2), multimem=True)
+    ptx = ptx_of(instances.all_reduce(shape, dtype, op, 4, ARCHITECTURES[arch]), arch, tmp_path)
+    acc = "add.acc::f32.v4" if dtype in (DType.float16, DType.bfloat16) else ""
+    loaded, signalled = ptx.rindex(f"multimem.ld_reduce.relaxed.sys.global.{acc}"), ptx.rindex(SIGNALS[1])
+    assert ptx.index(SIGNALS[1]) < loaded < signalled < ptx.index(VECTORS[1])
+    assert "multimem.st" not in ptx
+    assert VECTORS[0] not in ptx
+
+
+@PER_ARCHITECTURE
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_one_shot_by_peers(world_size: int, arch: str, tmp_path: Path) -> None:
+    kernel = instances.all_reduce(launch(Algorithm.pull), DType.bfloat16, Op.sum, world_size, ARCHITECTURES[arch])
+    ptx = ptx_of(kernel, arch, tmp_path)
+    loads, signalled = [found.start() for found in re.finditer(re.escape(VECTORS[0]), ptx)], ptx.rindex(SIGNALS[1])
+    assert len(loads) == world_size
+    assert ptx.index(SIGNALS[1]) < loads[0] < loads[-1] < signalled < ptx.index(VECTORS[1])
+
+
 BARRIERS = [
     ("all_to_all", "epoch"), ("ring", "epoch"), ("all_to_all", "cas"), ("ring", "cas"), ("all_to_all", "multicast"),
 ]  # fmt: skip

@@ -41,6 +41,8 @@ class Dry(GpuCollectives):
         self.base, self.stride = self.memory.data_ptr() - rank * (1 << 40), 1 << 40
         self.heap: Any = SimpleNamespace(own_address=self.memory.data_ptr())
         self._symmetric, self._calls, self._word = set(), {}, ctypes.c_uint32(0)
+        self.mapped = 0  # where multicast would be, once it is asked for
+        self.multicast: Any = SimpleNamespace(extend=lambda wanted: self.mapped if wanted else 0)
         self.topology, self.ring_tables = nvlink(2), {}
         self.ring_from = choose_from(self.topology)
         self.made: dict[int, Any] = {}
@@ -59,6 +61,7 @@ class Dry(GpuCollectives):
 
     def run(self, function: Any, *arguments: Any) -> None:
         self.launched.append(self.made[id(function)])
+        self.given = arguments
         with pytest.raises(RuntimeError, match="Cuda Runtime Error"):
             function(self.base, self.stride, self.rank, *arguments, 0)
 
@@ -205,6 +208,119 @@ def test_all_gather_and_broadcast(gpu: Dry) -> None:
     gpu.all_gather_into_tensor(torch.ones(4 * MI), torch.ones(2 * MI))
     assert gpu.kernels() == ["AllGatherPull", "AllToAllStaged"]
     gpu.set_thresholds(DEFAULT)
+
+
+BASE = 1 << 45
+
+
+@pytest.fixture
+def switched() -> Dry:
+    """As if all ranks' heaps were mapped for multicast; the switch has what is 1 MiB and more."""
+    gpu = Dry()
+    gpu.mapped = BASE
+    gpu.set_thresholds(replace(DEFAULT, multimem_bytes=MI, words_bytes=0))
+    return gpu
+
+
+def launched(gpu: Dry) -> tuple[str, bool]:
+    """The kernel of the one call, and whether the switch serves it, which has the base then."""
+    (kernel,) = gpu.launched
+    gpu.launched.clear()
+    served = getattr(kernel, "multimem", False)
+    assert not served or gpu.given[0] == BASE
+    return type(kernel).__name__, served
+
+
+def test_the_switch_reduces(switched: Dry) -> None:
+    one_shot, two_shot = ("ReduceScatterPull", True), ("AllReduceTwoShot", True)
+    for num_bytes, start, dtype, op, expected in (
+        (MI, 0, torch.bfloat16, "sum", one_shot),
+        (MI + 8, 0, torch.bfloat16, "sum", two_shot),  # no whole vectors
+        (4 * MI, 0, torch.bfloat16, "sum", two_shot),
+        (4 * MI, 0, torch.float32, "avg", two_shot),
+        (4 * MI, 0, torch.int32, "max", two_shot),
+        (4 * MI, 0, torch.bool, "prod", two_shot),
+        (4 * MI, 16, torch.bfloat16, "sum", two_shot),
+        (4 * MI, 8, torch.bfloat16, "sum", ("AllReduceTwoShot", False)),  # off its boundaries
+        (4 * MI, 0, torch.bfloat16, "max", ("AllReduceTwoShot", False)),  # not as we do
+        (4 * MI, 0, torch.bfloat16, "avg", ("AllReduceTwoShot", False)),
+        (32 * MI, 0, torch.float8_e5m2, "sum", ("AllReduceStaged", False)),  # a push
+        (MI // 2, 0, torch.bfloat16, "sum", ("ReduceScatterLL", False)),
+    ):
+        switched.all_reduce(switched.symmetric(num_bytes, start).view(dtype), op)
+        assert launched(switched) == expected, (num_bytes, start, dtype, op)
+    switched.all_reduce(torch.ones(4 * MI))
+    assert launched(switched) == ("AllReduceStaged", False)
+    switched.all_reduce(switched.symmetric(MI).view(torch.int64))
+    assert switched.given[:3] == (BASE, switched.messages.end, switched.heap.own_address + switched.messages.end)
+    assert switched.launched[-1].same
+
+
+def test_the_switch_reduces_and_scatters(switched: Dry) -> None:
+    for num_bytes, start, dtype, expected in (
+        (4 * MI, 0, torch.bfloat16, ("ReduceScatterPull", True)),
+        (4 * MI + 8, 0, torch.bfloat16, ("ReduceScatterStaged", False)),  # part 1 is off its boundaries
+        (4 * MI, 4, torch.bfloat16, ("ReduceScatterStaged", False)),
+        (4 * MI, 0, torch.uint8, ("ReduceScatterStaged", False)),
+        (MI // 2, 0, torch.bfloat16, ("ReduceScatterLL", False)),
+    ):
+        input = switched.symmetric(num_bytes, start).view(dtype)
+        switched.reduce_scatter_tensor(torch.ones(len(input) // 2, dtype=dtype), input)
+        assert launched(switched) == expected, (num_bytes, start, dtype)
+    switched.reduce_scatter_tensor(torch.ones(MI), torch.ones(2 * MI))
+    assert launched(switched) == ("ReduceScatterStaged", False)
+
+
+def test_the_switch_gathers_and_broadcasts(switched: Dry) -> None:
+    output = switched.symmetric(4 * MI)
+    switched.all_gather_into_tensor(output, torch.ones(2 * MI, dtype=torch.uint8))
+    assert launched(switched) == ("AllGatherPush", True)
+    switched.all_gather_into_tensor(output, output[: 2 * MI], max_ctas=3)
+    assert launched(switched) == ("AllGatherPush", True)
+    assert switched.given[-1] == 3
+    odd = switched.symmetric(4 * MI + 2)
+    switched.broadcast(odd, 1)
+    assert launched(switched) == ("AllGatherPush", True)
+    switched.all_gather_into_tensor(odd, torch.ones(2 * MI + 1, dtype=torch.uint8))
+    assert launched(switched) == ("AllToAllStaged", False)
+    switched.broadcast(switched.symmetric(MI // 2), 0)
+    assert launched(switched) == ("AllGatherLL", False)
+    switched.all_to_all_single(output, torch.ones(4 * MI, dtype=torch.uint8))  # each gets something else
+    assert launched(switched) == ("AllToAllStaged", False)
+    switched.broadcast(torch.ones(4 * MI), 0)
+    assert launched(switched) == ("AllToAllStaged", False)
+
+
+def test_no_kernel_uses_the_switch_when_the_mapping_is_gone_or_nobody_asked_for_it(switched: Dry) -> None:
+    tensor = switched.symmetric(4 * MI).view(torch.bfloat16)
+    calls = [
+        lambda: switched.all_reduce(tensor), lambda: switched.broadcast(tensor, 0),
+        lambda: switched.reduce_scatter_tensor(tensor[: MI], tensor),
+    ]  # fmt: skip
+    served = [call() or launched(switched)[1] for call in calls]
+    switched.mapped = 0  # the heap has grown, and the mapping could not
+    switched.extend_multicast()
+    refused = [call() or launched(switched)[1] for call in calls]
+    switched.mapped = BASE
+    switched.set_thresholds(DEFAULT)
+    default = [call() or launched(switched)[1] for call in calls]
+    assert (served, refused, default) == ([True] * 3, [False] * 3, [False] * 3)
+    assert switched.multicast_base == 0
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_multicast_ends_before_the_heap_and_stays_where_no_barrier_was(
+    wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, steps = Dry(), list[str]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: steps.append("device"))
+    gpu._failure, gpu._state = None, None
+    gpu.comm = SimpleNamespace(is_open=True, all_gather_bytes=lambda payload: [payload])  # type: ignore[assignment]
+    gpu._alarm = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    gpu.multicast.close = lambda: steps.append("multicast")
+    gpu.heap.close = lambda agree: steps.append("heap")
+    gpu.close(wait)
+    assert steps == (["device", "multicast", "heap"] if wait else ["device", "heap"])
 
 
 def test_all_to_all(gpu: Dry) -> None:

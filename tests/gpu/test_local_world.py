@@ -56,7 +56,7 @@ class Buffers(Place):
 Arguments = list[tuple[int, ...]]
 CHUNKED = (Algorithm.one_shot, Algorithm.push, Algorithm.staged)
 ALL_REDUCE = (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot, Algorithm.two_shot, *CHUNKED)
-NEED_SYMMETRIC = (Algorithm.two_shot, Algorithm.push)
+NEED_SYMMETRIC = (Algorithm.two_shot, Algorithm.push, Algorithm.pull)
 
 
 def kernel(world: LocalWorld, shape: Launch, dtype: DType, op: Op, given: Arguments):  # type: ignore[no-untyped-def]
@@ -64,7 +64,7 @@ def kernel(world: LocalWorld, shape: Launch, dtype: DType, op: Op, given: Argume
     from symmcomm.kernels.gpu import instances
     from symmcomm.kernels.gpu.compile import compiled
 
-    granule = granule_of(given[0][2] * dtype.itemsize, *(address for each in given for address in each[:2]))
+    granule = granule_of(given[0][-2] * dtype.itemsize, *(address for each in given for address in each[:2]))
     made = instances.all_reduce(shape, dtype, op, world.world_size, world.arch_number, granule=granule)
     return compiled(made, world.arch)
 
@@ -92,6 +92,8 @@ def arguments(buffers: Buffers, shape: Launch) -> Arguments:
     if shape.algorithm is Algorithm.two_shot:
         return [(0, buffers.offset, buffers.count, shape.grid)] * buffers.world.world_size
     addresses = [buffers.address(rank) for rank in range(buffers.world.world_size)]
+    if shape.algorithm is Algorithm.pull:
+        return [(0, buffers.offset, address, buffers.count, shape.grid) for address in addresses]
     return [(address, address, buffers.count, shape.grid) for address in addresses]
 
 
@@ -208,6 +210,52 @@ def test_every_shape_that_is_chosen(world_size: int) -> None:
         world = world_of(world_size)
         shape = select_gpu.choose(2 * count, DType.bfloat16, world_size, world.num_sms)
         check(shape.algorithm, DType.bfloat16, Op.sum, world_size, count)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_one_shot_in_place_by_peers(world_size: int) -> None:
+    """The all-reduce of the switch in one shot, with peers looped over: one wave, with a late rank and without."""
+    world, pairs = world_of(world_size), [(DType.bfloat16, Op.sum), (DType.int32, Op.max), (DType.float64, Op.avg)]
+    sizes = ((64, 1, 1), (64, 1, 200), (64, 3, 500), (128, 2, 1000), (256, 1, 1024))
+    for late in (None, 0, world_size - 1):
+        if late is not None:
+            world.put(late, at.DELAY_NS, DELAY_NS)
+        try:
+            for dtype, op in pairs if late is None else pairs[:1]:
+                for threads, unroll, vectors in sizes:
+                    grid = -(-vectors // (threads * unroll))
+                    shape = Launch(algorithm=Algorithm.pull, grid=grid, threads=threads, unroll=unroll)
+                    check(Algorithm.pull, dtype, op, world_size, vectors * 16 // dtype.itemsize, shape=shape)
+        finally:
+            if late is not None:
+                world.put(late, at.DELAY_NS, 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_one_shot_in_place_back_to_back(world_size: int) -> None:
+    """A rank may be a call ahead: what it stores, its peers have read before."""
+    world, count, num_calls = world_of(world_size), 8 * 1000, 20
+    shape = Launch(algorithm=Algorithm.pull, grid=16, threads=128, unroll=1)
+    buffers = Buffers(world, DType.int32, count, True)
+    parts = inputs(DType.int32, Op.sum, world_size, count)
+    buffers.fill(parts)
+    given = arguments(buffers, shape)
+    function = kernel(world, shape, DType.int32, Op.sum, given)
+    world.put(world_size - 1, at.DELAY_NS, DELAY_NS // 20)
+    try:
+        torch.cuda.synchronize()
+        for _ in range(num_calls):
+            for rank, each in enumerate(given):
+                function(world.base, world.stride, rank, *each, world.streams[rank].cuda_stream)
+        torch.cuda.synchronize()
+    finally:
+        world.put(world_size - 1, at.DELAY_NS, 0)
+    assert [world.record(rank) for rank in range(world_size)] == [None] * world_size
+    expected = parts
+    for _ in range(num_calls):
+        expected = [reduced(expected, DType.int32, Op.sum)] * world_size
+    for rank, result in enumerate(buffers.results()):
+        assert_same(result, expected[rank], f"after {num_calls} calls, W={world_size} rank {rank}")
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot], ids=lambda a: a.name)

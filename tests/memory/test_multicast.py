@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_driver import GRANULARITY, INVALID, FakeDriver, Machine, World, run_threads
 
 import symmcomm
@@ -17,8 +18,16 @@ from symmcomm.env import Settings, multicast_vetoes
 from symmcomm.errors import SymmCommError
 from symmcomm.memory.cuda_driver import CudaDevice
 from symmcomm.memory.cuda_vmm import VmmProvider
+from symmcomm.memory.handle import SymmetricHandle
 from symmcomm.memory.heap import SymmetricHeap
-from symmcomm.memory.multicast import MulticastSpace, MulticastUnavailableError, _Entry, multicast_allowed
+from symmcomm.memory.multicast import (
+    HeapMulticast,
+    MulticastSpace,
+    MulticastUnavailableError,
+    _Entry,
+    multicast_allowed,
+)
+from symmcomm.schedule.topology_gpu import Attempt, Choice, GpuFacts, decide_multicast
 
 VETOES = [
     ("SYMMCOMM_DISABLE_MULTICAST", "1"),
@@ -44,7 +53,7 @@ def entry_points(machine: Machine) -> list[str]:
 
 
 class Rank:
-    """A rank with a VMM heap of one segment and a multicast space on it."""
+    """A rank with a VMM heap of one segment, a multicast space on it, and the multicast of a communicator."""
 
     def __init__(self, rank: int, world: World, machine: Machine, environ: dict[str, str], settings: Settings) -> None:
         self.driver = FakeDriver(machine, rank)
@@ -55,6 +64,11 @@ class Rank:
             agree=self.agree,
         )  # fmt: skip
         self.space = MulticastSpace(device, self.heap, settings, environ)
+        own = Attempt(*multicast_allowed(settings, 1, environ))
+        facts = GpuFacts(device=Attempt(True, ""), uuid=str(rank), multicast=own).to_json()
+        given = [GpuFacts.from_json(each) for each in self.agree(facts)]
+        allowed = decide_multicast(given, Choice(provider="cuda_vmm", reason=""))
+        self.multicast = HeapMulticast(allowed, self.agree, device, self.heap, settings, environ)
         self.before = self.state()
 
     def state(self) -> tuple[set[int], set[int]]:
@@ -62,8 +76,9 @@ class Rank:
 
     def close(self) -> None:
         self.agree(b"")
-        self.space.close()
-        self.space.close()
+        for _ in range(2):
+            self.space.close()
+            self.multicast.close()
         self.heap.close(self.agree)
         assert self.state() == (set(), set())
 
@@ -235,3 +250,94 @@ def test_a_world_of_one_has_no_multicast() -> None:
 
     raise_failures(run_threads(1, body))
     assert entry_points(machine) == []
+
+
+@pytest.mark.parametrize(("name", "value"), VETOES)
+def test_a_communicator_on_a_machine_that_forbids_it_reaches_no_entry_point(name: str, value: str) -> None:
+    machine = Machine()
+
+    def body(rank: int, world: World) -> None:
+        me = Rank(rank, world, machine, {name: value} if rank == 1 else {}, Settings())
+        for _ in range(2):
+            assert me.multicast.extend(True) == 0
+            assert me.multicast.allowed == Attempt(False, f"rank 1: forbidden by {name}={value}")
+            me.heap.allocate(8 << 20, "more", me.agree)
+        me.multicast.allowed = Attempt(True, "")  # as if it had been asked before the variable was set
+        assert me.multicast.extend(True) == 0
+        assert f"rank 1: forbidden by {name}={value}" in me.multicast.allowed.reason
+        me.close()
+
+    raise_failures(run_threads(2, body))
+    assert entry_points(machine) == []
+
+
+def test_nothing_is_tried_until_it_is_wanted() -> None:
+    machine = Machine()
+
+    def body(rank: int, world: World) -> None:
+        me = Rank(rank, world, machine, {}, Settings())
+        assert me.multicast.extend(False) == 0
+        me.heap.allocate(8 << 20, "more", me.agree)
+        assert me.multicast.extend(False) == 0
+        assert me.multicast.allowed.works
+        me.close()
+
+    raise_failures(run_threads(2, body))
+    assert entry_points(machine) == []
+
+
+def test_multicast_follows_the_heap_and_ends_before_it() -> None:
+    machine = Machine()
+
+    def body(rank: int, world: World) -> None:
+        me = Rank(rank, world, machine, {}, Settings())
+        base = me.multicast.extend(True)
+        assert me.driver.mappings[base][1].bound == 2
+        me.heap.allocate(8 << 20, "more", me.agree)
+        assert me.multicast.extend(False) == base  # thresholds have changed; what is there stays, and grows
+        mapped = {start - base: memory.bound for start, (_, memory) in me.driver.mappings.items() if memory.num_devices}
+        assert mapped == {start: 2 for start, _ in me.heap.segments}
+        assert len(mapped) == 2
+        me.agree(b"")
+        me.multicast.close()
+        assert machine.log.count((rank, "cuMulticastUnbind")) == 2
+        assert not any(memory.num_devices for _, memory in me.driver.mappings.values())
+        assert me.heap.own_address in me.driver.mappings  # whose memory was bound
+        me.close()
+
+    raise_failures(run_threads(2, body))
+    assert machine.memories == {}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("at_first", [True, False])
+def test_all_go_on_without_what_one_rank_cannot_have(failing: int, at_first: bool) -> None:
+    machine = Machine()
+
+    def body(rank: int, world: World) -> None:
+        me = Rank(rank, world, machine, {}, Settings())
+        base = 0 if at_first else me.multicast.extend(True)
+        me.heap.allocate(8 << 20, "more", me.agree)
+        if rank == failing:
+            me.driver.failures["cuMulticastBindMem"] = (0, INVALID)
+        assert me.multicast.extend(True) == 0
+        assert f"rank {failing}: cuMulticastBindMem failed" in me.multicast.allowed.reason
+        me.agree(b"")
+        tried = len(entry_points(machine))
+        me.agree(b"")
+        assert me.multicast.extend(True) == 0  # no second attempt
+        assert len(entry_points(machine)) == tried
+        assert (base in me.driver.mappings) != at_first  # graphs may have its addresses
+        me.close()
+
+    raise_failures(run_threads(2, body))
+    assert machine.memories == {}
+
+
+def test_a_handle_has_an_address_where_there_is_a_mapping() -> None:
+    heap = types.SimpleNamespace(base=1 << 30, stride=1 << 20)
+    for base, expected in ((1 << 40, (1 << 40) + 512), (0, 0)):
+        side: Any = types.SimpleNamespace(
+            rank=0, world_size=2, heap=heap, signal_pad=0, device=torch.device("cpu"), multicast_base=base
+        )
+        assert SymmetricHandle(side, 512, 64).multicast_ptr == expected

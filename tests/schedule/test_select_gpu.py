@@ -23,11 +23,13 @@ from symmcomm.schedule.select_gpu import (
     Algorithm,
     Launch,
     Thresholds,
+    by_switch,
     choose,
     choose_all_gather,
     choose_reduce_scatter,
     granule,
     may_start_early,
+    switch_shape,
     uneven_shape,
     words_shape,
 )
@@ -98,6 +100,47 @@ def test_copy_engines_are_chosen_by_who_has_them() -> None:
     for has, expected in ((False, Algorithm.push), (True, Algorithm.copy_engine)):
         assert choose_all_gather(1 << 28, 2, 132, False, True, copy_engine=has).algorithm is expected
         assert choose_all_gather(1 << 28, 2, 132, copy_engine=has).algorithm is Algorithm.words
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("num_sms", [1, 16, 132])
+def test_what_the_switch_does_fits(world_size: int, num_sms: int) -> None:
+    for exponent in range(4, 31):
+        for num_bytes in ((1 << exponent), (1 << exponent) + 8):
+            for dtype in (DType.bfloat16, DType.int64):
+                shape = choose(num_bytes, dtype, world_size, num_sms, multimem=True)
+                assert_fits(shape, num_bytes, world_size, num_sms, dtype.itemsize)
+                assert shape.multimem
+                if shape.algorithm is Algorithm.pull:  # one wave of whole vectors
+                    assert num_bytes % 16 == 0
+                    assert shape.grid * shape.threads * shape.unroll * 16 >= num_bytes
+                else:
+                    assert shape.algorithm is Algorithm.two_shot
+                shape = choose_reduce_scatter(num_bytes, dtype, world_size, num_sms, multimem=True)
+                assert_fits(shape, num_bytes, world_size, num_sms, dtype.itemsize)
+                assert (shape.algorithm, shape.multimem) == (Algorithm.pull, True)
+            shape = choose_all_gather(num_bytes, world_size, num_sms, multimem=True)
+            assert_fits(shape, num_bytes, world_size, num_sms)
+            assert (shape.algorithm, shape.multimem) == (Algorithm.push, True)
+
+
+def test_the_switch_has_one_shot_where_the_order_of_a_sum_cannot_show() -> None:
+    one_shot, two_shot = Algorithm.pull, Algorithm.two_shot
+    for num_bytes, dtype, world_size, expected in (
+        (1 << 20, DType.bfloat16, 2, one_shot), ((1 << 20) + 64, DType.bfloat16, 2, two_shot),
+        (1 << 12, DType.bfloat16, 3, two_shot), (1 << 12, DType.float64, 8, two_shot),
+        (1 << 16, DType.int32, 8, one_shot), (1 << 17, DType.int32, 8, two_shot),
+    ):  # fmt: skip
+        assert switch_shape(num_bytes, dtype, world_size, 132).algorithm is expected
+
+
+def test_the_switch_is_asked_for_what_is_large_and_lies_well() -> None:
+    at = Thresholds(multimem_bytes=4096)
+    for num_bytes, offset, pitch, expected in (
+        (4096, 0, 0, True), (4095, 0, 0, False), (8200, 32, 4112, True), (8200, 32, 4100, False), (4096, 8, 0, False),
+    ):  # fmt: skip
+        assert by_switch(num_bytes, offset, pitch, at) == expected
+    assert not by_switch(1 << 50, 0, 0, Thresholds())
 
 
 def test_what_is_not_small_needs_no_flags() -> None:

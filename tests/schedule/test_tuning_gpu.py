@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from symmcomm.errors import ArgumentError
+from symmcomm.schedule.select import NEVER
 from symmcomm.schedule.select_gpu import DEFAULT, Thresholds
 from symmcomm.schedule.tuning_gpu import World, first_win, last_win, lookup, updated
 
@@ -28,6 +29,13 @@ def test_a_table_keeps_what_it_knows() -> None:
 def test_thresholds_of_another_version_are_passed_over() -> None:
     text = updated("", HERE, replace(DEFAULT, ll_bytes=7)).replace('"gather_push_bytes"', '"gone_bytes"')
     assert lookup(text, HERE) == replace(DEFAULT, ll_bytes=7)
+
+
+def test_a_table_from_before_the_switch_does_not_turn_it_on() -> None:
+    text = updated("", HERE, replace(DEFAULT, ll_bytes=7)).replace(f',\n   "multimem_bytes": {NEVER}', "")
+    assert "multimem_bytes" not in text
+    assert lookup(text, HERE) == replace(DEFAULT, ll_bytes=7)
+    assert DEFAULT.multimem_bytes == NEVER
 
 
 WRONG = updated("", HERE, DEFAULT).replace("2", '"x"')

@@ -21,9 +21,9 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,7 +32,15 @@ from symmcomm.collectives.arguments import check_tensor
 from symmcomm.collectives.gpu_alarm import Alarm
 from symmcomm.collectives.gpu_streams import GpuStreams
 from symmcomm.discovery import gpu_topology
-from symmcomm.errors import ArgumentError, ClosedError, DeviceError, MismatchError, PeerTimeoutError
+from symmcomm.errors import (
+    ArgumentError,
+    ClosedError,
+    CudaError,
+    DeviceError,
+    ExchangeError,
+    MismatchError,
+    PeerTimeoutError,
+)
 from symmcomm.memory.cuda_driver import CudaDevice, capturing
 from symmcomm.memory.cuda_ipc import IpcProvider
 from symmcomm.memory.cuda_vmm import VmmProvider
@@ -46,7 +54,7 @@ from symmcomm.schedule.cost import choose_from
 from symmcomm.schedule.layout_gpu import Layout, MessageLayout, Phase, Record
 from symmcomm.schedule.plan import Plan
 from symmcomm.schedule.select_gpu import Thresholds
-from symmcomm.schedule.topology_gpu import Attempt, Choice, GpuFacts, decide_devices, decide_provider
+from symmcomm.schedule.topology_gpu import Attempt, Choice, GpuFacts, decide_devices, decide_provider, decide_vectors
 from symmcomm.schedule.tuning_gpu import World, lookup
 
 if TYPE_CHECKING:
@@ -59,7 +67,9 @@ _STOPPED = 2  # first word of a record that the host wrote: nothing can be launc
 
 def find_facts(comm: Communicator, device: torch.device) -> list[GpuFacts]:
     """Collective. What all ranks know about their GPUs."""
-    if importlib.util.find_spec("cutlass") is None:
+    if torch.version.hip is not None:
+        own = GpuFacts(device=Attempt(False, "torch is built for AMD's GPUs; the kernels run on NVIDIA's"))
+    elif importlib.util.find_spec("cutlass") is None:
         own = GpuFacts(device=Attempt(False, "CuTe DSL is not installed: install symmcomm with the extra 'cuda'"))
     elif not torch.cuda.is_available():
         own = probe_facts(0, comm.settings)
@@ -71,16 +81,24 @@ def find_facts(comm: Communicator, device: torch.device) -> list[GpuFacts]:
 
 
 def open_gpu(comm: Communicator, facts: Sequence[GpuFacts]) -> GpuCollectives:
-    """Collective. The GPU side of a communicator. Raises DeviceError, on every rank alike, with the reason."""
+    """Collective. The GPU side of a communicator, on memory that is shared in the first way that works. Raises
+    DeviceError, on every rank alike, with the reason."""
     devices = decide_devices(facts, comm.settings.share_gpu)
     if not devices.works:
         raise DeviceError(devices.reason)
-    choice = decide_provider(facts, comm.settings.gpu_memory)
-    if choice.provider is None:
-        raise DeviceError(choice.reason)
-    from symmcomm.collectives.gpu import GpuCollectives  # needs CuTe DSL
+    while (choice := decide_provider(facts, comm.settings.gpu_memory)).provider is not None:
+        from symmcomm.collectives.gpu import GpuCollectives  # needs CuTe DSL
 
-    return GpuCollectives(comm, list(facts), choice)
+        try:
+            return GpuCollectives(comm, list(facts), choice)
+        except NotSharedError as error:
+            failed: dict[str, Any] = {choice.provider: Attempt(False, f"it was tried between the ranks: {error}")}
+            facts = [replace(fact, **failed) for fact in facts]
+    raise DeviceError(choice.reason)
+
+
+class NotSharedError(ExchangeError):
+    """The ranks could not share GPU memory in the chosen way, found when it was tried; on every rank."""
 
 
 def _provider(device: CudaDevice, choice: Choice) -> Provider:
@@ -102,6 +120,7 @@ class GpuMemory:
         arch, arch_number: for which kernels are compiled, as "sm_90a" and 90.
         early: whether small kernels may start early (``kernels.gpu.context``): each rank has a GPU of its own that can.
         facts: about all ranks' GPUs. choice: how they share memory, and why.
+        whole_vectors: whether 16 bytes reach a peer in one piece; else kernels that need that are not chosen.
         timeout_s: deadline of a wait, in seconds.
         thresholds: sizes by which kernels are chosen.
         streams: of the GPU.
@@ -113,7 +132,7 @@ class GpuMemory:
 
         self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
         self.facts, self.choice, fact = facts, choice, facts[comm.rank]
-        self.timeout_s = comm.settings.timeout_s
+        self.timeout_s = comm.watch.timeout_s
         self.ordinal, self.device = fact.ordinal, torch.device("cuda", fact.ordinal)
         self.arch = architecture(fact.compute_capability)
         self.arch_number = 10 * fact.compute_capability[0] + fact.compute_capability[1]
@@ -125,17 +144,21 @@ class GpuMemory:
         self._compiled = compiled
         self.cuda_device = CudaDevice(fact.ordinal)
         exchange = DescriptorExchange(self.rank, self.world_size, comm.all_gather_bytes, self.timeout_s)
-        self.heap = SymmetricHeap(
-            self.rank, self.world_size, self.messages.end, comm.settings.heap_max_bytes, exchange,
-            provider=_provider(self.cuda_device, choice), agree=comm.all_gather_bytes,
-        )  # fmt: skip
+        try:
+            self.heap = SymmetricHeap(
+                self.rank, self.world_size, self.messages.end, comm.settings.heap_max_bytes, exchange,
+                provider=_provider(self.cuda_device, choice), agree=comm.all_gather_bytes,
+            )  # fmt: skip
+        except (ExchangeError, CudaError, OSError) as error:
+            raise NotSharedError(str(error)) from error
         self.base, self.stride = self.heap.base, self.heap.stride
         self._symmetric: set[tuple[int, int]] = set()
         self.streams = GpuStreams(self.ordinal)
         self._stream = -1  # of the last call
         self._last: torch.cuda.Stream | None = None
         self._calls: dict[tuple[object, ...], Callable[..., None]] = {}  # prepared, by what all ranks know alike
-        self.thresholds = self._read_thresholds()
+        self.whole_vectors = decide_vectors(facts).works
+        self.set_thresholds(self._read_thresholds())
         self.topology = comm.topology if comm.topology_is_given else gpu_topology(facts)
         self.ring_from = choose_from(self.topology)
         self.ring_tables: dict[tuple[object, ...], tuple[Plan, torch.Tensor]] = {}  # on the device, as long as the heap
@@ -165,7 +188,7 @@ class GpuMemory:
 
     def set_thresholds(self, thresholds: Thresholds) -> None:
         """Chooses kernels by other sizes from now on; on all ranks alike."""
-        self.thresholds = thresholds
+        self.thresholds = thresholds if self.whole_vectors else select_gpu.without_ll(thresholds)
         self._calls.clear()
 
     def _fill_state(self) -> None:
@@ -268,18 +291,27 @@ class GpuMemory:
     @contextmanager
     def deadline(self, timeout_s: float | None) -> Iterator[None]:
         """Another deadline for the kernels launched in a block; None keeps the one in force."""
-        from symmcomm.kernels.gpu.words import StoreWords
-
         if timeout_s is None:
             yield
             return
         check_timeout(timeout_s)
-        self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(timeout_s * 1e9),))
+        self._store_deadline(timeout_s)
         try:
             yield
         finally:
             if not self._word.value:  # else nothing is launched any more
-                self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(self.timeout_s * 1e9),))
+                self._store_deadline(self.timeout_s)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Another deadline for the kernels launched from now on."""
+        check_timeout(timeout_s)
+        self._store_deadline(timeout_s)
+        self.timeout_s = timeout_s
+
+    def _store_deadline(self, timeout_s: float) -> None:
+        from symmcomm.kernels.gpu.words import StoreWords
+
+        self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(timeout_s * 1e9),))
 
     # What became of them.
 
@@ -299,7 +331,7 @@ class GpuMemory:
             return
         if self._failure is None:
             record = Record(*(int(word) & 0xFFFFFFFF for word in self._record[:7]))
-            if record.phase == Phase.splits and self._forgive():
+            if record.phase == Phase.splits and (capturing() or self._forgive()):  # in a capture nobody may wait for it
                 raise MismatchError(_describe(record))
             self._failure = self._error_of(record)
             self.comm.abandon(self._failure)
@@ -330,6 +362,10 @@ class GpuMemory:
         self.check()
 
     # Life.
+
+    def interrupt(self) -> None:
+        """Ends the waits of kernels that run, as if their deadline had passed. The communicator is finished then."""
+        self._alarm.ring()
 
     def close(self, wait: bool) -> None:
         """Gives the memory back, once the device is done. Collective if ``wait`` and nothing failed; see

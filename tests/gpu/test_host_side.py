@@ -15,6 +15,7 @@ pytest.importorskip("cutlass")
 
 import symmcomm
 from symmcomm import ClosedError, Communicator, DeviceError, MismatchError, PeerError, PeerTimeoutError, Settings
+from symmcomm.errors import CudaError
 from symmcomm.memory.posix import PosixProvider
 from symmcomm.schedule import layout_gpu as at
 from symmcomm.schedule.layout_gpu import Phase
@@ -115,6 +116,12 @@ def calls() -> None:
         ("Barrier", (0, 0)),
         ("StoreWords", (at.TIMEOUT_NS, (10_000_000_000,))),
     ]
+    launches.clear()
+    gpu.set_timeout(2.5)
+    with gpu.deadline(1.5):
+        pass
+    stored = [args[4] for _, args in launches]
+    assert stored == [(2_500_000_000,), (1_500_000_000,), (2_500_000_000,)]
     large = comm.empty(8 << 20, device="cuda")
     offset = gpu.symmetric_offset(large)
     assert offset == gpu.offset_of(large) > 0
@@ -146,9 +153,13 @@ def records() -> str:
     fake()
     comm = make()
     gpu, tensor = comm.gpu_side, torch.ones(100)
+    import symmcomm.collectives.gpu_memory as memory
+
     leave(comm, Phase.splits, at.COMPLAINED)
-    with pytest.raises(MismatchError, match=rf"rank {comm.rank} counts 100 bytes .*{1 - comm.rank}, which counts 50"):
-        gpu.all_reduce(tensor)
+    for in_capture in (True, False):  # in one nothing can be forgiven
+        vars(memory)["capturing"] = lambda is_so=in_capture: is_so
+        with pytest.raises(MismatchError, match=rf"rank {comm.rank} counts 100 bytes .*{1 - comm.rank}, which .* 50"):
+            gpu.all_reduce(tensor)
     gpu.all_reduce(tensor)  # it was forgiven
     comm.barrier()
     if comm.rank == 0:
@@ -170,6 +181,66 @@ def records() -> str:
 def test_records_become_errors() -> None:
     words = [result.value for result in run_ranks(records, 2)]
     assert words[1].startswith("rank 0 gave up") or "reported by rank 0" in words[1]
+
+
+def interrupted() -> None:
+    fake()
+    comm = make()
+    if comm.rank == 0:
+        comm.gpu_side.interrupt()
+        address, _, size, _ = comm.gpu_side.cuda_device.copies[0]
+        assert (address, size) == (comm.gpu_side.heap.own_address + at.TIMEOUT_NS, 8)
+    comm.close()
+
+
+def test_what_waits_can_be_interrupted() -> None:
+    run_ranks(interrupted, 2)
+
+
+class Fails(PosixProvider):
+    """Cannot map what rank 1 offers."""
+
+    def map(self, address: int, num_bytes: int, offer: Any) -> int:
+        if os.environ["RANK"] == "0":
+            raise CudaError("cuMemImportFromShareableHandle: no way", "CUDA_ERROR_NOT_SUPPORTED")
+        return super().map(address, num_bytes, offer)
+
+
+def another_way(num_working: int) -> str:
+    """Memory that turns out not to be shared in the first way."""
+    import symmcomm.collectives.gpu_memory as memory
+
+    fake(fabric=GOOD)
+    providers = [Fails(), PosixProvider() if num_working else Fails()]
+    vars(memory)["_provider"] = lambda *_: providers.pop(0)
+    if not num_working:
+        with pytest.raises(DeviceError) as error:
+            make()
+        return str(error.value)
+    with make() as comm:
+        assert [name for name, _ in comm.gpu_side.choice.refused] == ["cuda_vmm"]
+        return comm.gpu_side.choice.provider or ""
+
+
+def test_memory_is_shared_in_the_next_way_that_works() -> None:
+    assert [result.value for result in run_ranks(another_way, 2, 1)] == ["fabric"] * 2
+
+
+def test_memory_that_cannot_be_shared_in_any_way() -> None:
+    mine, theirs = (result.value for result in run_ranks(another_way, 2, 0))
+    assert "cuda_vmm: rank 0: it was tried between the ranks: cuMemImportFromShareableHandle: no way" in mine
+    assert "fabric: rank 0: it was tried between the ranks: symmetric heap of rank 0: CudaError: " in theirs
+
+
+def by_pcie() -> None:
+    fake(links={"uuid 0": 0, "uuid 1": 0})
+    with make() as comm:
+        thresholds = comm.gpu_side.thresholds
+        assert (thresholds.words_bytes, thresholds.ll_bytes, thresholds.all_reduce_ll_bytes) == (0, 0, 0)
+
+
+def test_kernels_that_need_whole_vectors_are_not_for_pcie() -> None:
+    run_ranks(by_pcie, 2)
 
 
 def refused(other: dict[str, Any]) -> str:

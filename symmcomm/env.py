@@ -118,6 +118,13 @@ class Settings:
         "how GPUs share memory: auto takes the first that works of cuda_vmm, fabric, cuda_ipc",
     )
     share_gpu: bool = _variable("SYMMCOMM_SHARE_GPU", _parse_bool, False, "1 lets several ranks use one GPU")
+    check: bool = _variable(
+        "SYMMCOMM_CHECK",
+        _parse_bool,
+        False,
+        "1 compares each call on GPU tensors among the ranks before it is launched, for debugging: MismatchError where "
+        "ranks disagree",
+    )
     tuning: str = _variable(
         "SYMMCOMM_TUNING",
         str,

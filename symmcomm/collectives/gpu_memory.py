@@ -30,6 +30,7 @@ import torch
 from symmcomm.checks import check_timeout
 from symmcomm.collectives.arguments import check_tensor
 from symmcomm.collectives.gpu_alarm import Alarm
+from symmcomm.collectives.gpu_compare import compare_calls
 from symmcomm.collectives.gpu_streams import GpuStreams
 from symmcomm.discovery import gpu_topology
 from symmcomm.errors import (
@@ -90,7 +91,10 @@ def open_gpu(comm: Communicator, facts: Sequence[GpuFacts]) -> GpuCollectives:
         from symmcomm.collectives.gpu import GpuCollectives  # needs CuTe DSL
 
         try:
-            return GpuCollectives(comm, list(facts), choice)
+            gpu = GpuCollectives(comm, list(facts), choice)
+            if comm.settings.check:
+                compare_calls(gpu)
+            return gpu
         except NotSharedError as error:
             failed: dict[str, Any] = {choice.provider: Attempt(False, f"it was tried between the ranks: {error}")}
             facts = [replace(fact, **failed) for fact in facts]
@@ -125,12 +129,14 @@ class GpuMemory:
         thresholds: sizes by which kernels are chosen.
         streams: of the GPU.
         topology, ring_from: as of the communicator, for its GPUs.
+        exchange: all-gather of bytes by the hosts, for ``gpu_compare``.
     """
 
     def __init__(self, comm: Communicator, facts: list[GpuFacts], choice: Choice) -> None:
         from symmcomm.kernels.gpu.compile import architecture, compiled
 
         self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
+        self.exchange: Callable[[bytes], list[bytes]] = comm.all_gather_bytes
         self.facts, self.choice, fact = facts, choice, facts[comm.rank]
         self.timeout_s = comm.watch.timeout_s
         self.ordinal, self.device = fact.ordinal, torch.device("cuda", fact.ordinal)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("cutlass")
 
@@ -86,9 +88,9 @@ def fake(**other: Any) -> list[tuple[str, tuple[Any, ...]]]:
     return launches
 
 
-def make() -> Communicator:
+def make(**settings: Any) -> Communicator:
     """A communicator whose GPU side takes the host's tensors."""
-    comm = symmcomm.init(device="cuda", settings=Settings(timeout_s=10, tuning=""))
+    comm = symmcomm.init(device="cuda", settings=Settings(timeout_s=10, tuning="", **settings))
     gpu = comm.gpu_side
     gpu.device, gpu.ordinal = torch.device("cpu"), -1
     vars(comm)["gpu_on"] = lambda *_: gpu
@@ -138,6 +140,36 @@ def calls() -> None:
 
 def test_calls() -> None:
     run_ranks(calls, 2)
+
+
+def compared() -> None:
+    launches = fake()
+    with make(check=True) as comm:
+        gpu, rank = comm.gpu_side, comm.rank
+        x, y = torch.ones(8), torch.ones(4)
+        differ: list[tuple[Callable[[], None], str]] = [
+            (lambda: gpu.all_reduce(x[: 4 + rank]), r"all_reduce\(tensor=4 of torch.float32, op=sum"),
+            (lambda: gpu.all_reduce((x, x.int())[rank]), "tensor=8 of torch.int32, op=sum"),
+            (lambda: gpu.all_reduce(x, ("sum", "max")[rank]), "op=max"),
+            (lambda: gpu.broadcast(x, rank), r"broadcast\(tensor=8 of torch.float32, src=1\)"),
+            (lambda: gpu.reduce(x, rank), "dst=1"),
+            (lambda: gpu.reduce_scatter_tensor(y, x, ("avg", "sum")[rank]), "op=avg"),
+            (lambda: gpu.all_to_all_single(x, y.repeat(2), *([[4, 4]] * 2 * rank)), "with split sizes"),
+            (lambda: gpu.barrier(algorithm=("ring", "all_to_all")[rank]), "algorithm='ring'"),
+            (lambda: gpu.broadcast(x, 0) if rank else gpu.all_gather_into_tensor(x, y), "all_gather_into_tensor"),
+        ]
+        for call, words in differ:
+            with pytest.raises(MismatchError, match=words):
+                call()
+        assert not launches
+        gpu.all_reduce(x, ("sum", dist.ReduceOp.SUM)[rank])
+        gpu.all_to_all_single(x, x.clone(), [3 + rank, 5 - rank], [3 + rank, 5 - rank])
+        gpu.barrier()
+        assert [name for name, _ in launches] == ["ReduceScatterLL", "StoreWords", "AllToAllUneven", "Barrier"]
+
+
+def test_calls_are_compared_if_asked() -> None:
+    run_ranks(compared, 2)
 
 
 def leave(comm: Communicator, phase: Phase, failed: int) -> None:

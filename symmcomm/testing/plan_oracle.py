@@ -42,8 +42,3 @@ def emulate_plan(
         else:
             sent[rank, step.target, step.segment, step.lane] = total
     return [kept[segment] for segment in range(plan.world_size)]
-
-
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are the same bytes."""
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

@@ -132,7 +132,7 @@ def memory_of_others(num_gpus: int) -> None:
         for peer in range(comm.world_size):
             same(registered.get_buffer(peer), host(peer, 1000, torch.float32), f"what rank {peer} registered")
         comm.barrier()
-        registered.close(comm.all_gather_bytes)
+        registered.close()
         with pytest.raises(ArgumentError, match="must be on a GPU"):
             comm.register(torch.ones(3))
         pool = comm.pool(64 * MI)

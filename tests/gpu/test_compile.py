@@ -192,6 +192,8 @@ def test_all_gather(algorithm: Algorithm, world_size: int, arch: str, tmp_path: 
         ptx = ptx_of(instances.all_gather(launch(algorithm, 2), world_size, same), arch, tmp_path)
         for access in LL_ACCESSES if algorithm is Algorithm.ll else SIGNALS + VECTORS:
             assert access in ptx
+        # Whose warp has not got a cell waits for no signal.
+        assert ("vote.sync.all.pred" in ptx) == (algorithm is Algorithm.ll)
 
 
 @PER_ARCHITECTURE

@@ -24,6 +24,7 @@ from local_cases import (
     assert_same,
     granule_of,
     inputs,
+    one_deadline,
     reduced,
     repeated,
     torch_dtype,
@@ -46,6 +47,7 @@ pytestmark = [
 ]
 
 SMALL_CHUNKS = Launch(algorithm=Algorithm.staged, grid=3, threads=64, unroll=2, chunk_bytes=512)
+DEADLINE_S = 1.0
 BYTES = (1, 2, 8, 15, 16, 24, 1000, 4096, 33333)
 
 
@@ -483,7 +485,7 @@ def test_copy_engine(world_size: int, kind: str) -> None:
 )
 @pytest.mark.parametrize("algorithm", MOVE_ALGORITHMS, ids=lambda a: a.name)
 def test_a_missing_peer_is_named(kind: str, algorithm: Algorithm, root: int) -> None:
-    world = LocalWorld(3, 1 << 20, timeout_s=1.0)
+    world = LocalWorld(3, 1 << 20, DEADLINE_S)
     if kind == "uneven":
         call = uneven(world, SMALL_CHUNKS, [[1000] * 3] * 3)
     elif kind == "sum":
@@ -491,9 +493,25 @@ def test_a_missing_peer_is_named(kind: str, algorithm: Algorithm, root: int) -> 
         call = scatter_sum(world, sum_shape(world, algorithm, DType.bfloat16, 1000), DType.bfloat16, Op.sum, 1000)
     else:
         call = move(world, kind, move_shape(world, algorithm, 1000), 1000, seed=root)  # the root, if there is one
-    world.launch(call.function, call.arguments, ranks=[0, 1])
-    for rank in range(2):
+    launch_without_the_last(world, call)
+    assert float(torch.ones(1000, device="cuda").sum()) == 1000  # the context lives
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "scatter"])
+@pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.words], ids=lambda a: a.name)
+def test_a_missing_root_is_awaited_once_whatever_the_size(algorithm: Algorithm, kind: str) -> None:
+    """One thread awaits the only byte; that which awaits the root's signal must not begin when that one gives up."""
+    world = LocalWorld(3, 1 << 20, DEADLINE_S)
+    launch_without_the_last(world, move(world, kind, move_shape(world, algorithm, 1), 1, seed=2))
+
+
+def launch_without_the_last(world: LocalWorld, call: Call) -> None:
+    """Every other rank names it, after one deadline."""
+    missing = world.world_size - 1
+    world.load(call.function, *call.arguments[0])
+    with one_deadline(DEADLINE_S):
+        world.launch(call.function, call.arguments, ranks=range(missing))
+    for rank in range(missing):
         record = world.record(rank)
         assert record is not None
-        assert (record.rank, record.peer) == (rank, 2)
-    assert float(torch.ones(1000, device="cuda").sum()) == 1000  # the context lives
+        assert (record.rank, record.peer) == (rank, missing)

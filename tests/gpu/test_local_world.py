@@ -18,6 +18,7 @@ from local_cases import (
     bits,
     granule_of,
     inputs,
+    one_deadline,
     reduced,
     torch_dtype,
     unlikely,
@@ -386,9 +387,12 @@ def test_barriers(world_size: int, algorithm: str, protocol: str, phase: Phase) 
 
 @pytest.mark.parametrize(("algorithm", "protocol", "phase"), BARRIERS)
 def test_a_barrier_names_who_is_missing(algorithm: str, protocol: str, phase: Phase) -> None:
-    world = LocalWorld(3, 1 << 20, timeout_s=1.0)
-    function = barrier(world, algorithm, protocol)
-    world.launch(function, [(0, 3)] * 3, ranks=[0, 1])
+    """And nobody waits for longer than one deadline, in however many rounds."""
+    deadline_s = 1.0
+    world = LocalWorld(3, 1 << 20, deadline_s)
+    function = world.load(barrier(world, algorithm, protocol), 0, 3)
+    with one_deadline(deadline_s):
+        world.launch(function, [(0, 3)] * 3, ranks=[0, 1])
     first = world.record(0)
     assert first is not None
     assert first.phase == phase

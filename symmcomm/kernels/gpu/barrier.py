@@ -68,8 +68,11 @@ def announce(ctx: cutlass.Constexpr, channel: Int32, epoch: Uint32) -> None:
 @cute.jit
 def meet(ctx: cutlass.Constexpr, channel: Int32, epoch: Uint32, phase: Int32, going: Boolean = True) -> Any:
     """Waits for all peers' epoch, on behalf of the CTA. False on all threads: some wait gave up, now or before, as a
-    thread that is not ``going`` says, which waits no more."""
+    thread that is not ``going`` says. Its warp waits no more: that came here once the last of its threads had given up,
+    a whole deadline late. Other warps have waited in the meantime, if they had anything to wait for."""
     met, peer = Boolean(going), thread()
+    if cutlass.const_expr(going is not True):
+        met = cute.arch.vote_all_sync(met)
     if met and peer < ctx.world_size and peer != ctx.rank:
         met = wait(ctx.state, ctx.rank, ctx.pad(ctx.rank, channel, peer), epoch, peer, channel, phase)
     return agree(met)
@@ -108,11 +111,13 @@ def ring_sync(ctx: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def _swap_step(ctx: cutlass.Constexpr, channel: Int32, to: Int32, source: Int32) -> None:
-    """Signals one peer and takes the signal of another."""
+def _swap_step(ctx: cutlass.Constexpr, channel: Int32, to: Int32, source: Int32) -> Any:
+    """Signals one peer and takes the signal of another. False: it gave up at the first of them that did not come."""
     pad = ctx.layout.swap_pad + 4 * ctx.world_size * channel
-    if put_signal(ctx.state, ctx.rank, ctx.peer_address(to, pad + 4 * ctx.rank), to, channel):
-        wait_signal(ctx.state, ctx.rank, ctx.peer_address(ctx.rank, pad + 4 * source), source, channel)
+    met = put_signal(ctx.state, ctx.rank, ctx.peer_address(to, pad + 4 * ctx.rank), to, channel)
+    if met:
+        met = wait_signal(ctx.state, ctx.rank, ctx.peer_address(ctx.rank, pad + 4 * source), source, channel)
+    return met
 
 
 @cute.jit
@@ -120,8 +125,10 @@ def swap_sync(ctx: cutlass.Constexpr, channel: Int32, ring: cutlass.Constexpr) -
     """Compare-and-swap barrier: thread p with peer p, or thread 0 round the ring."""
     if cutlass.const_expr(ring):
         if thread() == 0:
+            met = Boolean(True)
             for _ in cutlass.range_constexpr(ctx.world_size - 1):
-                _swap_step(ctx, channel, ctx.neighbour(1), ctx.neighbour(ctx.world_size - 1))
+                if met:  # a round that failed is the last: the next ones would wait as long again
+                    met = _swap_step(ctx, channel, ctx.neighbour(1), ctx.neighbour(ctx.world_size - 1))
     else:
         if thread() < ctx.world_size and thread() != ctx.rank:
             _swap_step(ctx, channel, thread(), thread())

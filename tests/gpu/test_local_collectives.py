@@ -371,6 +371,33 @@ def test_splits_that_disagree(world_size: int) -> None:
     run(world, uneven(world, SMALL_CHUNKS, splits))
 
 
+def test_what_came_first_is_recorded() -> None:
+    """A complaint stays when a wait gives up later, which bars further kernels all the same."""
+    world = LocalWorld(2, 1 << 20, DEADLINE_S)
+    call = uneven(world, SMALL_CHUNKS, [[1000] * 2] * 2, wrong={(1, 0): 900})
+    world.launch(call.function, call.arguments)
+    complaint = world.record(0)
+    assert complaint is not None
+    assert complaint.phase == Phase.splits
+    with one_deadline(DEADLINE_S):
+        world.launch(call.function, call.arguments, ranks=[0])
+        world.launch(call.function, call.arguments, ranks=[0])
+    assert world.record(0) == complaint
+    assert int(world.bytes(0, at.FAILED, 4).view(torch.int32)) == at.GAVE_UP
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_uneven_all_to_all_waits_for_the_late_one(world_size: int) -> None:
+    world, rng = world_of(world_size), random.Random(world_size)
+    for late in range(world_size):
+        world.put(late, at.DELAY_NS, DELAY_NS)
+        try:
+            for shape in (select_gpu.uneven_shape(world_size, world.num_sms), SMALL_CHUNKS):
+                run(world, uneven(world, shape, random_splits(world_size, 20_000, rng), seed=late))
+        finally:
+            world.put(late, at.DELAY_NS, 0)
+
+
 def any_call(world: LocalWorld, rng: random.Random, start: int, seed: int) -> Call:
     """A call of any kind and size, with buffers of its own."""
     size = rng.choice((1, 40, 1000, 9000, 30000))

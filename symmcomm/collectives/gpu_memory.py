@@ -319,8 +319,8 @@ class GpuMemory:
         return True
 
     def _error_of(self, record: Record) -> BaseException:
-        """What finishes the communicator: a disagreement that the record is of, whoever gave up since; else the cause
-        for which a wait gave up, if the host knows more than that it took too long."""
+        """What finishes the communicator: the disagreement, if one was recorded; else why a wait gave up, if the host
+        knows more than that it took too long."""
         if record.phase == Phase.splits:
             return MismatchError(f"{_describe(record)}; a wait gave up since, so the communicator is finished")
         if record.phase == Phase.size:

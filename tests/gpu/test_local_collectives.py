@@ -490,23 +490,6 @@ def test_all_wait_for_the_late_one(world_size: int, kind: str) -> None:
             world.put(late, at.DELAY_NS, 0)
 
 
-@pytest.mark.parametrize("kind", MOVES)
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_copy_engine(world_size: int, kind: str) -> None:
-    from symmcomm.kernels.gpu.copy_engine import AllGatherCopyEngine
-
-    world = world_of(world_size)
-    engines = [AllGatherCopyEngine(world_size, world.arch, world.arch_number) for _ in range(world_size)]
-    for seed, part in enumerate((1, 1000, 33333, 1 << 20)):
-        push = move_shape(world, Algorithm.push, part)
-        for in_place in (False, True) if kind in ("all_gather", "broadcast") else (False,):
-            call = move(world, kind, push, part, seed=seed, in_place=in_place)
-            world.launch(lambda *a: engines[a[2]](*a[:3], *a[4:-2], a[-1]), call.arguments)
-            call.verify()
-    for engine in engines:
-        engine.close()
-
-
 @pytest.mark.parametrize(
     ("kind", "root"), [*((kind, 2) for kind in (*MOVES, "uneven", "sum")), ("broadcast", 0), ("scatter", 0)]
 )

@@ -330,7 +330,8 @@ class GpuMemory:
 
         Raises:
             PeerTimeoutError, PeerDiedError, PeerAbortedError: a wait gave up; the communicator is finished.
-            MismatchError: split sizes disagreed; the data of that call are undefined, later calls go on.
+            MismatchError: split sizes disagreed; the data of that call are undefined, later calls go on unless a wait
+                gave up since, which finishes the communicator. The sizes of a message disagreed: it is finished too.
             ClosedError: the communicator was closed.
         """
         if not self._word.value:
@@ -344,7 +345,7 @@ class GpuMemory:
         raise self._failure
 
     def _forgive(self) -> bool:
-        """Clears a complaint. False: a wait gave up since, so it stands."""
+        """Clears a complaint. False: a wait gave up since, so it stands; the record is still the complaint's."""
         torch.cuda.synchronize(self.device)
         assert self._state is not None, "the heap is open"
         failed = self._state[:1].view(torch.int32)[0]
@@ -356,7 +357,10 @@ class GpuMemory:
         return True
 
     def _error_of(self, record: Record) -> BaseException:
-        """What a wait that gave up raises: the cause, if the host knows more than that it took too long."""
+        """What finishes the communicator: the disagreement, if one was recorded; else why a wait gave up, if the host
+        knows more than that it took too long."""
+        if record.phase == Phase.splits:
+            return MismatchError(f"{_describe(record)}; a wait gave up since, so the communicator is finished")
         if record.phase == Phase.size:
             return MismatchError(_describe(record))
         peer = record.peer if record.peer < self.world_size else self.rank

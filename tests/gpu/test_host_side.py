@@ -275,6 +275,27 @@ def test_kernels_that_need_whole_vectors_are_not_for_pcie() -> None:
     run_ranks(by_pcie, 2)
 
 
+def complaint_before_a_timeout() -> str:
+    """What waits that gave up after a complaint, which keeps its record."""
+    fake()
+    comm = make()
+    gpu = comm.gpu_side
+    if comm.rank == 0:
+        leave(comm, Phase.splits, at.GAVE_UP)
+        for call in (gpu.check, gpu.check, lambda: gpu.all_reduce(torch.ones(100))):  # it is not forgiven
+            with pytest.raises(MismatchError, match=r"rank 0 counts 100 bytes .* 1, which counts 50; a wait gave up"):
+                call()
+    with pytest.raises(PeerError if comm.rank else MismatchError) as ended:
+        comm.barrier()
+    comm.close()
+    return str(ended.value)
+
+
+def test_a_complaint_is_told_as_one_though_a_wait_gave_up_since() -> None:
+    words = [result.value for result in run_ranks(complaint_before_a_timeout, 2)]
+    assert "split sizes" in words[1]
+
+
 def refused(other: dict[str, Any]) -> str:
     fake(**other)
     with pytest.raises(DeviceError) as error:

@@ -32,7 +32,8 @@ def agree(
     mine = {"version": _VERSION, "SYMMCOMM_HEAP_MAX_BYTES": settings.heap_max_bytes, "torch": torch.__version__,
             "SYMMCOMM_STAGING_BYTES": settings.staging_bytes, "SYMMCOMM_SPIN": settings.spin,
             "the topology's checksum": given, "SYMMCOMM_GPU_MEMORY": settings.gpu_memory,
-            "SYMMCOMM_SHARE_GPU": settings.share_gpu, "device": "cuda" if with_gpu else "cpu"}  # fmt: skip
+            "SYMMCOMM_SHARE_GPU": settings.share_gpu, "SYMMCOMM_CHECK": settings.check,
+            "device": "cuda" if with_gpu else "cpu"}  # fmt: skip
     answers = [json.loads(answer) for answer in all_gather(json.dumps([mine, cores]).encode())]
     for peer, (theirs, _) in enumerate(answers):
         for name, value in mine.items():

@@ -197,7 +197,7 @@ class Communicator:
 
     def take_gpu(self, device: torch.device, facts: Sequence[GpuFacts] = ()) -> None:
         """Collective. Adds a GPU side. ``facts``: about all ranks' GPUs, where they are known."""
-        from symmcomm.collectives.gpu_memory import find_facts, open_gpu  # what needs CUDA is imported when it is used
+        from symmcomm.collectives.gpu_open import find_facts, open_gpu  # what needs CUDA is imported when it is used
 
         try:
             self.gpu = open_gpu(self, facts or find_facts(self, device))

@@ -33,6 +33,7 @@ from symmcomm.bench.team import SpawnedTeam
 from symmcomm.doctor_gpu import GpuDiagnosis, examine_gpus, reach_table
 from symmcomm.env import Settings, multicast_vetoes
 from symmcomm.errors import SymmCommError
+from symmcomm.kernels.cache import gpu_folder
 from symmcomm.kernels.compile import cache_folder
 from symmcomm.memory import private
 from symmcomm.schedule.topology_gpu import Attempt
@@ -176,7 +177,7 @@ def probe_cute_dsl() -> Probe:
     """The compiler of the GPU kernels."""
     if importlib.util.find_spec("cutlass") is None:
         return Probe(Status.absent, "nvidia-cutlass-dsl is not installed (extra: cuda)")
-    return Probe(Status.possible, "nvidia-cutlass-dsl is installed")
+    return Probe(Status.possible, f"nvidia-cutlass-dsl is installed; GPU kernels are kept in {gpu_folder()}")
 
 
 @_never_raises

@@ -64,15 +64,6 @@ def _parse_polls(text: str) -> int:
     return polls
 
 
-def ask_for_hardware_queues() -> None:
-    """Has CUDA, if it has not started yet, give each of 32 streams a hardware queue, unless the user has said how many:
-    of two streams that share one, the second waits for the first, and ranks of one process wait for each other.
-
-    A context then has 128 channels instead of 20, and takes 0.5 s to make instead of 0.1; some 13 processes have such
-    contexts on a GPU at a time, and the next is told that there is no memory (H200, driver 580)."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-
 def _parse_gpu_memory(text: str) -> str:
     choices = ("auto", "cuda_vmm", "fabric", "cuda_ipc")
     if text not in choices:
@@ -118,6 +109,13 @@ class Settings:
         "how GPUs share memory: auto takes the first that works of cuda_vmm, fabric, cuda_ipc",
     )
     share_gpu: bool = _variable("SYMMCOMM_SHARE_GPU", _parse_bool, False, "1 lets several ranks use one GPU")
+    check: bool = _variable(
+        "SYMMCOMM_CHECK",
+        _parse_bool,
+        False,
+        "1 compares each call on GPU tensors among the ranks before it is launched, for debugging: MismatchError where "
+        "ranks disagree",
+    )
     tuning: str = _variable(
         "SYMMCOMM_TUNING",
         str,
@@ -153,6 +151,20 @@ class Settings:
     def variables(self) -> list[tuple[str, Any, str]]:
         """(name, value in force, what it does), one per variable."""
         return [(f.metadata["name"], getattr(self, f.name), f.metadata["doc"]) for f in fields(self)]
+
+
+def ask_for_hardware_queues() -> None:
+    """Has CUDA, if it has not started yet, give each of 32 streams a hardware queue, unless the user has said how many:
+    of two streams that share one, the second waits for the first, and ranks of one process wait for each other.
+
+    A context then has 128 channels instead of 20, and takes 0.5 s to make instead of 0.1; some 13 processes have such
+    contexts on a GPU at a time, and the next is told that there is no memory (H200, driver 580)."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def ranks_of_tests_are_for_gpus() -> bool:
+    """Whether SYMMCOMM_PRELOAD=gpu: see ``testing.preload``."""
+    return os.environ.get("SYMMCOMM_PRELOAD") == "gpu"
 
 
 _MULTICAST_PERMITS = {

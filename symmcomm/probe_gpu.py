@@ -249,7 +249,7 @@ def _nvml_peers(nvml: Any, handle: Any) -> tuple[dict[str, Attempt], dict[str, i
             works = status == nvml.NVML_P2P_STATUS_OK
             peers[peer] = Attempt(works, f"NVML's status of peer-to-peer writes is {status}")
             over_nvlink = nvml.nvmlDeviceGetP2PStatus(handle, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            links[peer] = active if over_nvlink == nvml.NVML_P2P_STATUS_OK else 0
+            links[peer] = max(1, active) if over_nvlink == nvml.NVML_P2P_STATUS_OK else 0
     return peers, links
 
 

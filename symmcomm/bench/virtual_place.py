@@ -48,7 +48,7 @@ class VirtualRank(GpuCollectives):
         self.num_sms, self.arch, self.arch_number = world.num_sms, world.arch, world.arch_number
         self.messages = MessageLayout.create(world.world_size)
         self._compiled, self._calls, self.thresholds = compiled, {}, select_gpu.DEFAULT
-        self.early = False  # its ranks share a GPU
+        self.early, self.whole_vectors = False, True  # its ranks share a GPU
         self.ring_from = (RingMode.All2All, sys.maxsize)  # one GPU: never
         self._symmetric: set[tuple[int, int]] = set()
         self._stream = -1

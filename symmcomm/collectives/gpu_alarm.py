@@ -69,13 +69,17 @@ class Alarm:
     def _run(self) -> None:
         while True:
             if self._is_bad():  # again and again: a call may set a deadline of its own
-                with contextlib.suppress(CudaError):  # a broken context ends the kernels itself
-                    self._device.call("cuMemcpyHtoDAsync", self._address, ctypes.addressof(self._word), 8, self._stream)
+                self.ring()
             for fd, _ in self._poll.poll(_LOOK_MS):
                 if fd == self._end:
                     return
                 self._dead.add(self._peer_of_fd[fd])
                 self._poll.unregister(fd)
+
+    def ring(self) -> None:
+        """Sets the deadline to the past."""
+        with contextlib.suppress(CudaError):  # a broken context ends the kernels itself
+            self._device.call("cuMemcpyHtoDAsync", self._address, ctypes.addressof(self._word), 8, self._stream)
 
     def _is_bad(self) -> bool:
         """Whether a process ended without a word, or a rank says that it gave up."""

@@ -17,9 +17,8 @@ rank cannot see. So only ranges that all ranks know of count: what ``empty`` ret
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +31,14 @@ from symmcomm.collectives.arguments import check_tensor
 from symmcomm.collectives.gpu_alarm import Alarm
 from symmcomm.collectives.gpu_streams import GpuStreams
 from symmcomm.discovery import gpu_topology
-from symmcomm.errors import ArgumentError, ClosedError, DeviceError, MismatchError, PeerTimeoutError
+from symmcomm.errors import (
+    ArgumentError,
+    ClosedError,
+    CudaError,
+    ExchangeError,
+    MismatchError,
+    PeerTimeoutError,
+)
 from symmcomm.memory.cuda_driver import CudaDevice, capturing
 from symmcomm.memory.cuda_ipc import IpcProvider
 from symmcomm.memory.cuda_vmm import VmmProvider
@@ -40,7 +46,6 @@ from symmcomm.memory.exchange import DescriptorExchange
 from symmcomm.memory.heap import SymmetricHeap
 from symmcomm.memory.multicast import HeapMulticast
 from symmcomm.memory.provider import Provider
-from symmcomm.probe_gpu import probe_facts
 from symmcomm.schedule import layout_gpu as at
 from symmcomm.schedule import select_gpu
 from symmcomm.schedule.cost import choose_from
@@ -48,48 +53,18 @@ from symmcomm.schedule.layout_gpu import Layout, MessageLayout, Phase, Record
 from symmcomm.schedule.plan import Plan
 from symmcomm.schedule.select import NEVER
 from symmcomm.schedule.select_gpu import Thresholds
-from symmcomm.schedule.topology_gpu import (
-    Attempt,
-    Choice,
-    GpuFacts,
-    decide_devices,
-    decide_multicast,
-    decide_provider,
-)
+from symmcomm.schedule.topology_gpu import Choice, GpuFacts, decide_multicast, decide_vectors
 from symmcomm.schedule.tuning_gpu import World, lookup
 
 if TYPE_CHECKING:
-    from symmcomm.collectives.gpu import GpuCollectives
     from symmcomm.communicator import Communicator
     from symmcomm.kernels.gpu.compile import Kernel
 
 _STOPPED = 2  # first word of a record that the host wrote: nothing can be launched any more
 
 
-def find_facts(comm: Communicator, device: torch.device) -> list[GpuFacts]:
-    """Collective. What all ranks know about their GPUs."""
-    if importlib.util.find_spec("cutlass") is None:
-        own = GpuFacts(device=Attempt(False, "CuTe DSL is not installed: install symmcomm with the extra 'cuda'"))
-    elif not torch.cuda.is_available():
-        own = probe_facts(0, comm.settings)
-        if own.device.works:
-            own = GpuFacts(device=Attempt(False, f"torch {torch.__version__} finds no GPU"))
-    else:
-        own = probe_facts(torch.cuda.current_device() if device.index is None else device.index, comm.settings)
-    return [GpuFacts.from_json(each) for each in comm.all_gather_bytes(own.to_json())]
-
-
-def open_gpu(comm: Communicator, facts: Sequence[GpuFacts]) -> GpuCollectives:
-    """Collective. The GPU side of a communicator. Raises DeviceError, on every rank alike, with the reason."""
-    devices = decide_devices(facts, comm.settings.share_gpu)
-    if not devices.works:
-        raise DeviceError(devices.reason)
-    choice = decide_provider(facts, comm.settings.gpu_memory)
-    if choice.provider is None:
-        raise DeviceError(choice.reason)
-    from symmcomm.collectives.gpu import GpuCollectives  # needs CuTe DSL
-
-    return GpuCollectives(comm, list(facts), choice)
+class NotSharedError(ExchangeError):
+    """The ranks could not share GPU memory in the chosen way, found when it was tried; on every rank."""
 
 
 def _provider(device: CudaDevice, choice: Choice) -> Provider:
@@ -112,10 +87,12 @@ class GpuMemory:
         arch, arch_number: for which kernels are compiled, as "sm_90a" and 90.
         early: whether small kernels may start early (``kernels.gpu.context``): each rank has a GPU of its own that can.
         facts: about all ranks' GPUs. choice: how they share memory, and why.
+        whole_vectors: whether 16 bytes reach a peer in one piece; else kernels that need that are not chosen.
         timeout_s: deadline of a wait, in seconds.
         thresholds: sizes by which kernels are chosen.
         streams: of the GPU.
         topology, ring_from: as of the communicator, for its GPUs.
+        exchange: all-gather of bytes by the hosts, for ``gpu_compare``.
     """
 
     multicast_base = 0
@@ -124,8 +101,9 @@ class GpuMemory:
         from symmcomm.kernels.gpu.compile import architecture, compiled
 
         self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
+        self.exchange: Callable[[bytes], list[bytes]] = comm.all_gather_bytes
         self.facts, self.choice, fact = facts, choice, facts[comm.rank]
-        self.timeout_s = comm.settings.timeout_s
+        self.timeout_s = comm.watch.timeout_s
         self.ordinal, self.device = fact.ordinal, torch.device("cuda", fact.ordinal)
         self.arch = architecture(fact.compute_capability)
         self.arch_number = 10 * fact.compute_capability[0] + fact.compute_capability[1]
@@ -137,10 +115,13 @@ class GpuMemory:
         self._compiled = compiled
         self.cuda_device = CudaDevice(fact.ordinal)
         exchange = DescriptorExchange(self.rank, self.world_size, comm.all_gather_bytes, self.timeout_s)
-        self.heap = SymmetricHeap(
-            self.rank, self.world_size, self.messages.end, comm.settings.heap_max_bytes, exchange,
-            provider=_provider(self.cuda_device, choice), agree=comm.all_gather_bytes,
-        )  # fmt: skip
+        try:
+            self.heap = SymmetricHeap(
+                self.rank, self.world_size, self.messages.end, comm.settings.heap_max_bytes, exchange,
+                provider=_provider(self.cuda_device, choice), agree=comm.all_gather_bytes,
+            )  # fmt: skip
+        except (ExchangeError, CudaError, OSError) as error:
+            raise NotSharedError(str(error)) from error
         self.base, self.stride = self.heap.base, self.heap.stride
         self.multicast = HeapMulticast(
             decide_multicast(facts, choice), comm.all_gather_bytes, self.cuda_device, self.heap, comm.settings
@@ -150,7 +131,8 @@ class GpuMemory:
         self._stream = -1  # of the last call
         self._last: torch.cuda.Stream | None = None
         self._calls: dict[tuple[object, ...], Callable[..., None]] = {}  # prepared, by what all ranks know alike
-        self.thresholds = self._read_thresholds()
+        self.whole_vectors = decide_vectors(facts).works
+        self.set_thresholds(self._read_thresholds())
         self.topology = comm.topology if comm.topology_is_given else gpu_topology(facts)
         self.ring_from = choose_from(self.topology)
         self.ring_tables: dict[tuple[object, ...], tuple[Plan, torch.Tensor]] = {}  # on the device, as long as the heap
@@ -181,7 +163,7 @@ class GpuMemory:
 
     def set_thresholds(self, thresholds: Thresholds) -> None:
         """Collective. Chooses kernels by other sizes from now on; on all ranks alike."""
-        self.thresholds = thresholds
+        self.thresholds = thresholds if self.whole_vectors else select_gpu.without_ll(thresholds)
         self._calls.clear()
         self.extend_multicast()
 
@@ -292,18 +274,27 @@ class GpuMemory:
     @contextmanager
     def deadline(self, timeout_s: float | None) -> Iterator[None]:
         """Another deadline for the kernels launched in a block; None keeps the one in force."""
-        from symmcomm.kernels.gpu.words import StoreWords
-
         if timeout_s is None:
             yield
             return
         check_timeout(timeout_s)
-        self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(timeout_s * 1e9),))
+        self._store_deadline(timeout_s)
         try:
             yield
         finally:
             if not self._word.value:  # else nothing is launched any more
-                self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(self.timeout_s * 1e9),))
+                self._store_deadline(self.timeout_s)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Another deadline for the kernels launched from now on."""
+        check_timeout(timeout_s)
+        self._store_deadline(timeout_s)
+        self.timeout_s = timeout_s
+
+    def _store_deadline(self, timeout_s: float) -> None:
+        from symmcomm.kernels.gpu.words import StoreWords
+
+        self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(timeout_s * 1e9),))
 
     # What became of them.
 
@@ -316,21 +307,22 @@ class GpuMemory:
 
         Raises:
             PeerTimeoutError, PeerDiedError, PeerAbortedError: a wait gave up; the communicator is finished.
-            MismatchError: split sizes disagreed; the data of that call are undefined, later calls go on.
+            MismatchError: split sizes disagreed; the data of that call are undefined, later calls go on unless a wait
+                gave up since, which finishes the communicator. The sizes of a message disagreed: it is finished too.
             ClosedError: the communicator was closed.
         """
         if not self._word.value:
             return
         if self._failure is None:
             record = Record(*(int(word) & 0xFFFFFFFF for word in self._record[:7]))
-            if record.phase == Phase.splits and self._forgive():
+            if record.phase == Phase.splits and (capturing() or self._forgive()):  # in a capture nobody may wait for it
                 raise MismatchError(_describe(record))
             self._failure = self._error_of(record)
             self.comm.abandon(self._failure)
         raise self._failure
 
     def _forgive(self) -> bool:
-        """Clears a complaint. False: a wait gave up since, so it stands."""
+        """Clears a complaint. False: a wait gave up since, so it stands; the record is still the complaint's."""
         torch.cuda.synchronize(self.device)
         assert self._state is not None, "the heap is open"
         failed = self._state[:1].view(torch.int32)[0]
@@ -342,7 +334,10 @@ class GpuMemory:
         return True
 
     def _error_of(self, record: Record) -> BaseException:
-        """What a wait that gave up raises: the cause, if the host knows more than that it took too long."""
+        """What finishes the communicator: the disagreement, if one was recorded; else why a wait gave up, if the host
+        knows more than that it took too long."""
+        if record.phase == Phase.splits:
+            return MismatchError(f"{_describe(record)}; a wait gave up since, so the communicator is finished")
         if record.phase == Phase.size:
             return MismatchError(_describe(record))
         peer = record.peer if record.peer < self.world_size else self.rank
@@ -354,6 +349,10 @@ class GpuMemory:
         self.check()
 
     # Life.
+
+    def interrupt(self) -> None:
+        """Ends the waits of kernels that run, as if their deadline had passed. The communicator is finished then."""
+        self._alarm.ring()
 
     def close(self, wait: bool) -> None:
         """Gives the memory back, once the device is done. Collective if ``wait`` and nothing failed; see

@@ -121,7 +121,7 @@ def register(self: Communicator, tensor: torch.Tensor) -> RegisteredMemory:
     """Collective. Makes each rank's tensor on the GPU, which another library allocated, reachable by all ranks through
     ``buffer_ptrs`` and ``get_buffer``. It does not become part of the heap: collectives treat it as any other.
 
-    Call ``close(comm.all_gather_bytes)`` of what is returned when done.
+    Call ``close()`` of what is returned when done, on all ranks.
 
     Raises:
         ArgumentError, MismatchError, ExchangeError: see ``memory.cuda_ipc.register``.

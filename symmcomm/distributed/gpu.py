@@ -103,14 +103,21 @@ class GpuCalls:
         return not self._refused
 
     def _open(self, comm: Communicator, device: torch.device) -> None:
-        from symmcomm.collectives.gpu_memory import find_facts, open_gpu  # what needs CUDA is imported when it is used
+        from symmcomm.collectives.gpu_open import find_facts, open_gpu  # what needs CUDA is imported when it is used
 
         try:
             comm.gpu = open_gpu(comm, find_facts(comm, device))
+            comm.gpu.exchange = self._exchange
         except DeviceError as error:  # on all ranks
             self._refused = True
             if comm.rank == 0:
                 warnings.warn(f"symm leaves calls on GPU tensors to NCCL: {error}", stacklevel=2)
+
+    def _exchange(self, payload: bytes) -> list[bytes]:
+        """All-gather of bytes, in its turn among the calls of the host, which another thread may be in."""
+        answers: list[bytes] = []
+        self._group.do(lambda comm: answers.extend(comm.all_gather_bytes(payload)))
+        return answers
 
     def start(self, outputs: Sequence[Any], call: Callable[..., object], *args: object) -> GpuWork:
         """Launches ``call(comm, *args)`` beside the current stream, behind what is in it."""

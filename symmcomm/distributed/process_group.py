@@ -351,6 +351,8 @@ class SymmProcessGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Deadline of the waits from now on."""
         self._timeout_s = self.comm.watch.timeout_s = self._mailbox.timeout_s = timeout.total_seconds()
+        if self.comm.gpu is not None:
+            self.comm.gpu.set_timeout(self._timeout_s)
 
     def shutdown(self) -> None:
         """Ends this rank's part: waits for its collectives, gives up its receives. Does not wait for peers."""
@@ -366,8 +368,10 @@ class SymmProcessGroup(dist.ProcessGroup):
             self._nccl.shutdown()
 
     def abort(self) -> None:
-        """As ``shutdown``, but what runs ends with ClosedError."""
+        """As ``shutdown``, but what runs ends with ClosedError, and kernels that wait end at once."""
         self.comm.watch.interrupt = ClosedError("the process group was aborted")
+        if self.comm.gpu is not None and self._open:
+            self.comm.gpu.interrupt()
         self.shutdown()
 
 

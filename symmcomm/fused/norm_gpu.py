@@ -140,7 +140,7 @@ def all_reduce(gpu: GpuCollectives, call: Call) -> None:
     places = [_offset(gpu, call, tensor) for tensor in (call.input, call.new_residual, call.out)]
     places += [_offset(gpu, call, call.scales)] if call.scales is not None else []
     facts = (task.rows, task.hidden, parse_dtype(task.dtype), gpu.world_size, gpu.num_sms)
-    shape = _choose_all_reduce(*facts, gpu.arch_number, min(places) >= 0)
+    shape = _choose_all_reduce(*facts, gpu.arch_number, min(places) >= 0, gpu.whole_vectors)
     if shape is None:
         return _norm_then_gather(gpu, call, gpu.num_sms, True, True)
     zeros = _without_residual(call) if task.residual == 0 else None
@@ -164,7 +164,7 @@ def reduce_scatter(gpu: GpuCollectives, call: Call, max_ctas: int) -> None:
     if task.rows == 0:
         return gpu.check()
     facts = (task.rows, task.hidden, parse_dtype(task.dtype), gpu.world_size, min(gpu.num_sms, max_ctas))
-    shape = _choose_reduce_scatter(*facts, gpu.arch_number)
+    shape = _choose_reduce_scatter(*facts, gpu.arch_number, gpu.whole_vectors)
     if shape is None:
         return _reduce_scatter_then_norm(gpu, call, max_ctas)
     zeros = _without_residual(call) if task.residual == 0 else None

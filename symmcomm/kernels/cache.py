@@ -1,4 +1,5 @@
-"""Where compiled kernels are kept: by Numba's rule beside the sources, else below the user's home; else here."""
+"""Where compiled kernels are kept. Those of CPUs: by Numba's rule beside the sources, else below the user's home; else
+here. Those of GPUs: below the user's home."""
 
 from __future__ import annotations
 
@@ -26,6 +27,11 @@ def private_folder() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise SymmCommError(f"{folder} is not a folder that only this user can write: remove it, or set TMPDIR")
     return folder
+
+
+def gpu_folder() -> Path:
+    """Where objects of GPU kernels lie if nobody says otherwise."""
+    return Path.home() / ".cache" / "symmcomm" / "kernels"
 
 
 def find_room() -> None:

@@ -1,12 +1,10 @@
 """Offsets in one rank's symmetric memory: best fit over a growing capacity, the same on every rank.
 
-Ranks that make the same calls in the same order get the same offsets, so nothing is communicated; ``fingerprint()``
-lets them check that they did.
+Ranks that make the same calls in the same order get the same offsets, so nothing is communicated.
 """
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_left
 
 from symmcomm.errors import ArgumentError
@@ -67,11 +65,6 @@ class Allocator:
         if offset not in self._blocks:
             raise ArgumentError(f"offset={offset} is not allocated: it was freed before, or never handed out")
         return self._blocks[offset]
-
-    def fingerprint(self) -> int:
-        """64 bits that are equal on two ranks exactly if both will hand out the same offsets from here on."""
-        state = repr((self.alignment, self.capacity, sorted(self._blocks.items())))
-        return int.from_bytes(hashlib.blake2b(state.encode(), digest_size=8).digest(), "little")
 
     def _block_bytes(self, num_bytes: int) -> int:
         if num_bytes < 0:

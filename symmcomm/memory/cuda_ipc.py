@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
 
 import torch
 
@@ -20,6 +19,7 @@ from symmcomm.checks import check_rank
 from symmcomm.errors import ArgumentError, CudaError, ExchangeError, MismatchError
 from symmcomm.memory.cuda_driver import CudaDevice, handle_bytes, handle_from_bytes
 from symmcomm.memory.device_tensor import device_tensor
+from symmcomm.memory.heap import AllGather
 from symmcomm.memory.provider import Offer, Segment
 
 _GRANULARITY_BYTES = 2 << 20
@@ -101,10 +101,12 @@ class RegisteredMemory:
             table, or ``flat_space`` where there is one.
     """
 
-    def __init__(self, device: CudaDevice, rank: int, tensor: torch.Tensor, buffer_ptrs: list[int]) -> None:
+    def __init__(
+        self, device: CudaDevice, rank: int, tensor: torch.Tensor, buffer_ptrs: list[int], agree: AllGather
+    ) -> None:
         self.rank, self.world_size, self.buffer_size = rank, len(buffer_ptrs), tensor.nbytes
         self.buffer_ptrs = buffer_ptrs
-        self._device, self._tensor = device, tensor
+        self._device, self._tensor, self._agree = device, tensor, agree
         self._opened: list[int] = []  # starts of the peers' allocations
 
     def flat_space(self) -> tuple[int, int] | None:
@@ -122,7 +124,7 @@ class RegisteredMemory:
         raw = device_tensor(self._device.ordinal, self.buffer_ptrs[rank], self.buffer_size, self)
         return raw.view(self._tensor.dtype).view(self._tensor.shape)
 
-    def close(self, agree: Callable[[bytes], list[bytes]]) -> None:
+    def close(self) -> None:
         """Collective. Lets go of the peers' memory, and waits until they have let go of this rank's, whose owner may
         free it from then on. Repeating it is harmless."""
         self._device.refuse_in_capture("closing registered memory")
@@ -131,12 +133,10 @@ class RegisteredMemory:
             self._device.call("cuCtxSynchronize")
         for address in opened:
             self._device.call("cuIpcCloseMemHandle", address)
-        agree(b"")
+        self._agree(b"")
 
 
-def register(
-    device: CudaDevice, rank: int, tensor: torch.Tensor, agree: Callable[[bytes], list[bytes]]
-) -> RegisteredMemory:
+def register(device: CudaDevice, rank: int, tensor: torch.Tensor, agree: AllGather) -> RegisteredMemory:
     """Collective. Makes each rank's ``tensor`` reachable by all ranks, without copying; it stays its owner's.
 
     Args:
@@ -166,7 +166,7 @@ def register(
         if other != what:
             raise MismatchError(f"register: the tensor is {what} on rank {rank}, {other} on rank {peer}")
     _raise_first([reason for _, reason, _, _ in answers])
-    memory = RegisteredMemory(device, rank, tensor, [address] * len(answers))
+    memory = RegisteredMemory(device, rank, tensor, [address] * len(answers), agree)
     try:
         for peer, (_, _, handle, skip) in enumerate(answers):
             if peer != rank:
@@ -176,7 +176,7 @@ def register(
         failure = str(error)
     reasons = [each.decode() for each in agree(failure.encode())]
     if any(reasons):
-        memory.close(agree)
+        memory.close()
     _raise_first(reasons)
     return memory
 

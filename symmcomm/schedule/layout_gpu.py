@@ -37,7 +37,7 @@ SPLIT_BYTES = 32
 """Three i64 that go with the first chunk of an uneven all-to-all; see ``kernels.gpu.all_to_all``."""
 
 # Private state, byte offsets in the own heap.
-FAILED = 0  # u32: 0, GAVE_UP or COMPLAINED; a Record tells more
+FAILED = 0  # u32: 0, GAVE_UP or COMPLAINED; a Record tells what came first
 RECORD = 8  # i64, address of this rank's Record in pinned host memory
 TIMEOUT_NS = 16  # i64, deadline of a wait
 DELAY_NS = 24  # i64, fault injection: CTA 0 sleeps that long before its first signal
@@ -79,7 +79,8 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Record:
-    """A wait that gave up: eight 32-bit words in pinned host memory, ``valid`` stored last."""
+    """A wait that gave up, or a complaint, whichever came first: eight 32-bit words in pinned host memory, ``valid``
+    stored last."""
 
     valid: int
     rank: int

@@ -106,6 +106,12 @@ class Launch:
     multimem: bool = False
 
 
+def without_ll(at: Thresholds) -> Thresholds:
+    """The same where links may deliver 16 bytes in parts (``topology_gpu.decide_vectors``): neither LL nor kernels
+    without flags."""
+    return replace(at, words_bytes=0, ll_bytes=0, all_reduce_ll_bytes=0)
+
+
 def slice_bytes(num_bytes: int, world_size: int) -> int:
     """What each rank reduces of an all-reduce in two shots, the last ranks' excepted."""
     return -(-num_bytes // (16 * world_size)) * 16
@@ -257,7 +263,8 @@ def choose(
     if shape is None and sent <= at.one_shot_bytes:
         shape = staged_shape(num_bytes, world_size, num_sms, dtype, Algorithm.one_shot)
     if shape is None and not symmetric:
-        shape = ll_shape(part, world_size, num_sms, Algorithm.ll_two_shot, dtype.itemsize)
+        if at.ll_bytes:
+            shape = ll_shape(part, world_size, num_sms, Algorithm.ll_two_shot, dtype.itemsize)
         shape = shape or staged_shape(part, world_size, num_sms, dtype)
     return shape or two_shot_shape(num_bytes, dtype, world_size, num_sms)
 

@@ -177,13 +177,14 @@ def direct_shape(
 
 
 def choose_all_reduce_norm(
-    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int, symmetric: bool = False
+    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int, symmetric: bool = False,
+    ll: bool = True,
 ) -> RowLaunch | None:
     """All-reduce and norm of ``rows`` rows; None: reduce-scatter and norm, then all-gathers, which send less between
     many ranks. ``symmetric``: source and both outputs are, at the same offsets on all ranks; else the form is one for
-    ordinary tensors."""
+    ordinary tensors. ``ll``: whether 16 bytes reach a peer in one piece, which LL needs."""
     sent = rows * hidden * dtype.itemsize * (world_size - 1)
-    if sent * world_size <= 2 * _LL_BYTES:
+    if ll and sent * world_size <= 2 * _LL_BYTES:
         shape = ll_shape(rows, hidden, dtype, world_size, num_sms, arch)
         if shape is not None:
             return shape
@@ -195,11 +196,11 @@ def choose_all_reduce_norm(
 
 
 def choose_reduce_scatter_norm(
-    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int
+    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int, ll: bool = True
 ) -> RowLaunch | None:
     """Reduce-scatter and norm of ``rows`` rows in all, of any tensors; None: a reduce-scatter, then a norm."""
     part = part_rows(rows, world_size)
-    if part * hidden * dtype.itemsize * world_size * (world_size - 1) <= 2 * _LL_BYTES:
+    if ll and part * hidden * dtype.itemsize * world_size * (world_size - 1) <= 2 * _LL_BYTES:
         shape = ll_shape(part, hidden, dtype, world_size, num_sms, arch)
         if shape is not None:
             return shape

@@ -210,3 +210,14 @@ def decide_links(facts: Sequence[GpuFacts]) -> Attempt:
             if other.uuid != fact.uuid and not fact.links.get(other.uuid):
                 return Attempt(False, f"no NVLink is known between the GPUs of ranks {rank} and {peer}: PCIe")
     return Attempt(True, "every pair of GPUs is joined by NVLink")
+
+
+def decide_vectors(facts: Sequence[GpuFacts]) -> Attempt:
+    """Whether a store of 16 bytes reaches every peer in one piece, so that a kernel may tell by a part of them that all
+    have come. NVLink carries them in one packet; of PCIe nothing is promised beyond 8 bytes, which is why NCCL's LL has
+    a flag in every 8 and its LL128 is for NVLink only. Pairs of which nothing is known count as NVLink."""
+    for rank, fact in enumerate(facts):
+        for peer, other in enumerate(facts):
+            if other.uuid != fact.uuid and fact.links.get(other.uuid) == 0:
+                return Attempt(False, f"the way from rank {rank} to {peer} is PCIe, where 16 bytes may come in parts")
+    return Attempt(True, "no pair of GPUs is joined by PCIe")

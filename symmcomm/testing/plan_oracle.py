@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from symmcomm.schedule.dtypes import DType, Op
@@ -42,8 +41,3 @@ def emulate_plan(
         else:
             sent[rank, step.target, step.segment, step.lane] = total
     return [kept[segment] for segment in range(plan.world_size)]
-
-
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are the same bytes."""
-    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

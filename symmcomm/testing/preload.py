@@ -11,7 +11,9 @@ import contextlib
 import importlib
 import os
 
-_FOR_GPUS = os.environ.get("SYMMCOMM_PRELOAD") == "gpu"
+from symmcomm.env import ranks_of_tests_are_for_gpus
+
+_FOR_GPUS = ranks_of_tests_are_for_gpus()
 _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """The compiler's import asks torch whether there are GPUs; by NVML that does not start CUDA, which outlives no fork."""
 

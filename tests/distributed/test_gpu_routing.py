@@ -110,8 +110,8 @@ def stand_ins(log: list[str], refused: bool = False, capturing: bool = False) ->
         "torch.cuda.get_device_capability": lambda *_: (9, 0),
         "torch.cuda.is_current_stream_capturing": lambda: capturing,
         "torch.Tensor.record_stream": lambda *_: log.append("recorded"),
-        "symmcomm.collectives.gpu_memory.find_facts": lambda *_: [],
-        "symmcomm.collectives.gpu_memory.open_gpu": open_gpu,
+        "symmcomm.collectives.gpu_open.find_facts": lambda *_: [],
+        "symmcomm.collectives.gpu_open.open_gpu": open_gpu,
         "symmcomm.distributed.process_group.open_nccl": lambda *_: Nccl(log),
         # The base class knows no stand-in.
         "symmcomm.distributed.process_group.SymmProcessGroup._get_backend": lambda *_: Nccl(log),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, reduce
 from operator import or_
@@ -33,6 +35,15 @@ PATIENCE_S = 60.0
 def world_of(world_size: int) -> LocalWorld:
     """One world for all tests of a size: so every test also inherits the epochs and LL cells of those before."""
     return LocalWorld(world_size, DATA_BYTES, PATIENCE_S)
+
+
+@contextmanager
+def one_deadline(deadline_s: float) -> Iterator[None]:
+    """What runs in the block takes one deadline: nobody gives up sooner, and nobody waits again who has given up. To
+    load a kernel takes time as well, so it is loaded before (``LocalWorld.load``)."""
+    start = time.monotonic()
+    yield
+    assert 0.75 * deadline_s < time.monotonic() - start < 1.75 * deadline_s
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

@@ -132,7 +132,7 @@ def memory_of_others(num_gpus: int) -> None:
         for peer in range(comm.world_size):
             same(registered.get_buffer(peer), host(peer, 1000, torch.float32), f"what rank {peer} registered")
         comm.barrier()
-        registered.close(comm.all_gather_bytes)
+        registered.close()
         with pytest.raises(ArgumentError, match="must be on a GPU"):
             comm.register(torch.ones(3))
         pool = comm.pool(64 * MI)
@@ -408,8 +408,8 @@ def wait_for(comm: Communicator) -> None:
     comm.gpu_side.synchronize()
 
 
-def killed(num_gpus: int) -> float:
-    with communicator(num_gpus, timeout_s=60.0) as comm:
+def killed(num_gpus: int, provider: str) -> float:
+    with communicator(num_gpus, timeout_s=60.0, gpu_memory=provider, heap_max_bytes=256 * MI) as comm:
         works(comm)
         comm.barrier()
         if comm.rank == 1:
@@ -423,16 +423,17 @@ def killed(num_gpus: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "env"),
+    ("world_size", "provider", "env"),
     [
-        pytest.param(2, {}, id="2"),
-        pytest.param(3, {}, id="3"),
-        pytest.param(2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, id="2-and-one-hardware-queue"),
+        pytest.param(2, "auto", {}, id="2"),
+        pytest.param(3, "auto", {}, id="3"),
+        pytest.param(2, "cuda_ipc", {}, id="2-by-legacy-handles"),
+        pytest.param(2, "auto", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, id="2-with-one-hardware-queue"),
     ],
 )
-def test_a_killed_rank_is_noticed_at_once(world_size: int, env: dict[str, str]) -> None:
+def test_a_killed_rank_is_noticed_at_once(world_size: int, provider: str, env: dict[str, str]) -> None:
     """Also where all streams share one hardware queue, as Megatron-LM has it."""
-    results = start(killed, world_size, PAIR, check=False, env=env)
+    results = start(killed, world_size, PAIR, provider, check=False, env=env)
     for result in results[:1] + results[2:]:
         assert result.ok, result.report()
         assert result.value < 10  # the deadline is a minute

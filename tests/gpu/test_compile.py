@@ -16,6 +16,8 @@ from symmcomm.schedule.dtypes import DType, Op, supports
 
 pytest.importorskip("cutlass")
 
+from barrier_cases import PassOn
+
 from symmcomm.kernels.gpu import instances, multimem
 from symmcomm.kernels.gpu.all_gather import AllGatherPush
 from symmcomm.kernels.gpu.all_reduce import AllReduceTwoShot
@@ -192,6 +194,8 @@ def test_all_gather(algorithm: Algorithm, world_size: int, arch: str, tmp_path: 
         ptx = ptx_of(instances.all_gather(launch(algorithm, 2), world_size, same), arch, tmp_path)
         for access in LL_ACCESSES if algorithm is Algorithm.ll else SIGNALS + VECTORS:
             assert access in ptx
+        # Whose warp has not got a cell waits for no signal.
+        assert ("vote.sync.all.pred" in ptx) == (algorithm is Algorithm.ll)
 
 
 @PER_ARCHITECTURE
@@ -274,6 +278,17 @@ def test_barrier(algorithm: str, protocol: str, arch: str, tmp_path: Path) -> No
     }
     for instruction in expected[protocol]:
         assert instruction in ptx
+
+
+@PER_ARCHITECTURE
+@pytest.mark.parametrize(("algorithm", "protocol"), BARRIERS)
+def test_barriers_inside_a_kernel(algorithm: str, protocol: str, arch: str, tmp_path: Path) -> None:
+    """They speak for the CTA: its threads meet before the signals, and agree after the waits."""
+    for world_size in (2, 3, 8):
+        kernel = PassOn(world_size=world_size, algorithm=algorithm, protocol=protocol)
+        ptx = ptx_of(kernel, arch, tmp_path)
+        barriers = re.findall(r"bar(?:rier)?\.(?:cta\.)?(sync|red)", ptx)
+        assert barriers == ["sync", "red", "sync", "red", "sync"]  # the last one is the kernel's end
 
 
 def test_multicast_barrier(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ class Dry(GpuCollectives):
         self.rank, self.world_size, self.ordinal, self.device = rank, 2, -1, torch.device("cpu")
         self.timeout_s = 1.0
         self.arch, self.arch_number, self.num_sms, self.early = "sm_90a", 90, 132, True
+        self.whole_vectors = True
         self.layout, self.messages, self.thresholds = Layout.create(2), MessageLayout.create(2), DEFAULT
         self.memory = torch.zeros(self.messages.end + 40 * MI, dtype=torch.uint8)
         self.base, self.stride = self.memory.data_ptr() - rank * (1 << 40), 1 << 40
@@ -150,6 +151,19 @@ def test_the_result_of_reduce_stays_where_it_is_wanted(monkeypatch: pytest.Monke
     assert seen[0][:2] == (here, here)
     assert seen[1][0] == here
     assert seen[1][1] != here
+
+
+def test_no_kernel_tells_by_parts_of_16_bytes_where_they_may_come_apart() -> None:
+    gpu = Dry()
+    gpu.whole_vectors = False
+    gpu.set_thresholds(DEFAULT)
+    for count in (1, 1000, MI, 5 * MI):
+        gpu.all_reduce(torch.ones(count))
+        gpu.reduce_scatter_tensor(torch.ones(count), torch.ones(2 * count))
+        gpu.all_gather_into_tensor(torch.ones(2 * count), torch.ones(count))
+        gpu.broadcast(torch.ones(count), 0)
+        gpu.all_to_all_single(torch.ones(2 * count), torch.ones(2 * count))
+    assert {name for name in gpu.kernels() if name.endswith(("LL", "Words"))} == set()
 
 
 def test_reduce_scatter(gpu: Dry) -> None:

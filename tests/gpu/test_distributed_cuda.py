@@ -5,6 +5,7 @@ is then compared with gloo on the CPU."""
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from ranks import NEEDS_GPU, NUM_GPUS, take_gpu
 
 from symmcomm import ArgumentError, DeviceError
-from symmcomm.collectives import gpu_memory
+from symmcomm.collectives import gpu_open
 from symmcomm.distributed import symm_mem
 from symmcomm.distributed.process_group import SymmProcessGroup
 from symmcomm.errors import SymmCommError
@@ -216,7 +217,7 @@ def refused() -> list[str]:
     def refuse(*_: object) -> None:
         raise DeviceError("no two GPUs here know each other")
 
-    gpu_memory.open_gpu = refuse
+    gpu_open.open_gpu = refuse
     with world() as symm, warnings.catch_warnings(record=True) as caught, torch.device("cuda"):
         warnings.simplefilter("always")
         tensor, gathered = torch.ones(3), torch.zeros(6)
@@ -239,7 +240,7 @@ def test_refused() -> None:
     assert not silent
 
 
-def operators() -> None:
+def operators(backend: str) -> None:
     with world() as symm, torch.device("cuda"):
         name, rank = symm.group_name, symm.rank()
 
@@ -248,7 +249,7 @@ def operators() -> None:
             z = torch.ops.symmcomm.all_gather_into_tensor(y + 1, name)
             return torch.ops.symmcomm.barrier(torch.ops.symmcomm.reduce_scatter_tensor(z, "sum", name), name)
 
-        compiled: Callable[[torch.Tensor], torch.Tensor] = torch.compile(step, backend="aot_eager", fullgraph=True)
+        compiled: Callable[[torch.Tensor], torch.Tensor] = torch.compile(step, backend=backend, fullgraph=True)
         x = torch.full((4, 3), rank + 1.0, requires_grad=True)
         for function in (step, compiled):
             result = function(x)
@@ -257,8 +258,32 @@ def operators() -> None:
             assert (gradient == 8).all()  # the losses are 2 y of rank 0 plus 2 y of rank 1; y is 2 x, summed
 
 
-def test_operators() -> None:
-    start(operators)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_operators(backend: str) -> None:
+    start(operators, backend, fresh=backend == "inductor")
+
+
+def aborted() -> float:
+    """Rank 0 gives a group up while its kernel waits for rank 1, which never comes."""
+    with world():
+        group, tensor = dist.new_group([0, 1]), torch.ones(1000, device="cuda")
+        assert isinstance(group, SymmProcessGroup)
+        dist.all_reduce(tensor, group=group)
+        torch.cuda.synchronize()
+        group.set_timeout(timedelta(seconds=70))
+        assert group.comm.gpu_side.timeout_s == 70
+        began = time.monotonic()
+        if group.rank() == 0:
+            dist.all_reduce(tensor, group=group, async_op=True)
+            time.sleep(0.2)
+            group.abort()
+        waited = time.monotonic() - began
+        dist.barrier()
+        return waited
+
+
+def test_abort() -> None:
+    assert start(aborted, fresh=True)[0].value < 20
 
 
 def fused_norms() -> None:

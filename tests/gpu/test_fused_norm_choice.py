@@ -21,7 +21,7 @@ HEAP, EPS = 1 << 20, 1e-5
 class FakeGpu:
     """A GPU side that notes launches. Tensors whose address is noted are symmetric."""
 
-    arch_number, num_sms, ordinal, early = 90, 132, 0, True
+    arch_number, num_sms, ordinal, early, whole_vectors = 90, 132, 0, True, True
 
     def __init__(self, world_size: int, rank: int) -> None:
         self.world_size, self.rank = world_size, rank

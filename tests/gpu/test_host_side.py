@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("cutlass")
 
 import symmcomm
 from symmcomm import ClosedError, Communicator, DeviceError, MismatchError, PeerError, PeerTimeoutError, Settings
+from symmcomm.errors import CudaError
 from symmcomm.memory.posix import PosixProvider
 from symmcomm.schedule import layout_gpu as at
 from symmcomm.schedule.layout_gpu import Phase
@@ -85,9 +88,9 @@ def fake(**other: Any) -> list[tuple[str, tuple[Any, ...]]]:
     return launches
 
 
-def make() -> Communicator:
+def make(**settings: Any) -> Communicator:
     """A communicator whose GPU side takes the host's tensors."""
-    comm = symmcomm.init(device="cuda", settings=Settings(timeout_s=10, tuning=""))
+    comm = symmcomm.init(device="cuda", settings=Settings(timeout_s=10, tuning="", **settings))
     gpu = comm.gpu_side
     gpu.device, gpu.ordinal = torch.device("cpu"), -1
     vars(comm)["gpu_on"] = lambda *_: gpu
@@ -115,6 +118,12 @@ def calls() -> None:
         ("Barrier", (0, 0)),
         ("StoreWords", (at.TIMEOUT_NS, (10_000_000_000,))),
     ]
+    launches.clear()
+    gpu.set_timeout(2.5)
+    with gpu.deadline(1.5):
+        pass
+    stored = [args[4] for _, args in launches]
+    assert stored == [(2_500_000_000,), (1_500_000_000,), (2_500_000_000,)]
     large = comm.empty(8 << 20, device="cuda")
     offset = gpu.symmetric_offset(large)
     assert offset == gpu.offset_of(large) > 0
@@ -133,6 +142,36 @@ def test_calls() -> None:
     run_ranks(calls, 2)
 
 
+def compared() -> None:
+    launches = fake()
+    with make(check=True) as comm:
+        gpu, rank = comm.gpu_side, comm.rank
+        x, y = torch.ones(8), torch.ones(4)
+        differ: list[tuple[Callable[[], None], str]] = [
+            (lambda: gpu.all_reduce(x[: 4 + rank]), r"all_reduce\(tensor=4 of torch.float32, op=sum"),
+            (lambda: gpu.all_reduce((x, x.int())[rank]), "tensor=8 of torch.int32, op=sum"),
+            (lambda: gpu.all_reduce(x, ("sum", "max")[rank]), "op=max"),
+            (lambda: gpu.broadcast(x, rank), r"broadcast\(tensor=8 of torch.float32, src=1\)"),
+            (lambda: gpu.reduce(x, rank), "dst=1"),
+            (lambda: gpu.reduce_scatter_tensor(y, x, ("avg", "sum")[rank]), "op=avg"),
+            (lambda: gpu.all_to_all_single(x, y.repeat(2), *([[4, 4]] * 2 * rank)), "with split sizes"),
+            (lambda: gpu.barrier(algorithm=("ring", "all_to_all")[rank]), "algorithm='ring'"),
+            (lambda: gpu.broadcast(x, 0) if rank else gpu.all_gather_into_tensor(x, y), "all_gather_into_tensor"),
+        ]
+        for call, words in differ:
+            with pytest.raises(MismatchError, match=words):
+                call()
+        assert not launches
+        gpu.all_reduce(x, ("sum", dist.ReduceOp.SUM)[rank])
+        gpu.all_to_all_single(x, x.clone(), [3 + rank, 5 - rank], [3 + rank, 5 - rank])
+        gpu.barrier()
+        assert [name for name, _ in launches] == ["ReduceScatterLL", "StoreWords", "AllToAllUneven", "Barrier"]
+
+
+def test_calls_are_compared_if_asked() -> None:
+    run_ranks(compared, 2)
+
+
 def leave(comm: Communicator, phase: Phase, failed: int) -> None:
     """A record, as a kernel that waited for the other rank leaves it."""
     gpu = comm.gpu_side
@@ -146,9 +185,13 @@ def records() -> str:
     fake()
     comm = make()
     gpu, tensor = comm.gpu_side, torch.ones(100)
+    import symmcomm.collectives.gpu_memory as memory
+
     leave(comm, Phase.splits, at.COMPLAINED)
-    with pytest.raises(MismatchError, match=rf"rank {comm.rank} counts 100 bytes .*{1 - comm.rank}, which counts 50"):
-        gpu.all_reduce(tensor)
+    for in_capture in (True, False):  # in one nothing can be forgiven
+        vars(memory)["capturing"] = lambda is_so=in_capture: is_so
+        with pytest.raises(MismatchError, match=rf"rank {comm.rank} counts 100 bytes .*{1 - comm.rank}, which .* 50"):
+            gpu.all_reduce(tensor)
     gpu.all_reduce(tensor)  # it was forgiven
     comm.barrier()
     if comm.rank == 0:
@@ -170,6 +213,87 @@ def records() -> str:
 def test_records_become_errors() -> None:
     words = [result.value for result in run_ranks(records, 2)]
     assert words[1].startswith("rank 0 gave up") or "reported by rank 0" in words[1]
+
+
+def interrupted() -> None:
+    fake()
+    comm = make()
+    if comm.rank == 0:
+        comm.gpu_side.interrupt()
+        address, _, size, _ = comm.gpu_side.cuda_device.copies[0]
+        assert (address, size) == (comm.gpu_side.heap.own_address + at.TIMEOUT_NS, 8)
+    comm.close()
+
+
+def test_what_waits_can_be_interrupted() -> None:
+    run_ranks(interrupted, 2)
+
+
+class Fails(PosixProvider):
+    """Cannot map what rank 1 offers."""
+
+    def map(self, address: int, num_bytes: int, offer: Any) -> int:
+        if os.environ["RANK"] == "0":
+            raise CudaError("cuMemImportFromShareableHandle: no way", "CUDA_ERROR_NOT_SUPPORTED")
+        return super().map(address, num_bytes, offer)
+
+
+def another_way(num_working: int) -> str:
+    """Memory that turns out not to be shared in the first way."""
+    import symmcomm.collectives.gpu_memory as memory
+
+    fake(fabric=GOOD)
+    providers = [Fails(), PosixProvider() if num_working else Fails()]
+    vars(memory)["_provider"] = lambda *_: providers.pop(0)
+    if not num_working:
+        with pytest.raises(DeviceError) as error:
+            make()
+        return str(error.value)
+    with make() as comm:
+        assert [name for name, _ in comm.gpu_side.choice.refused] == ["cuda_vmm"]
+        return comm.gpu_side.choice.provider or ""
+
+
+def test_memory_is_shared_in_the_next_way_that_works() -> None:
+    assert [result.value for result in run_ranks(another_way, 2, 1)] == ["fabric"] * 2
+
+
+def test_memory_that_cannot_be_shared_in_any_way() -> None:
+    mine, theirs = (result.value for result in run_ranks(another_way, 2, 0))
+    assert "cuda_vmm: rank 0: it was tried between the ranks: cuMemImportFromShareableHandle: no way" in mine
+    assert "fabric: rank 0: it was tried between the ranks: symmetric heap of rank 0: CudaError: " in theirs
+
+
+def by_pcie() -> None:
+    fake(links={"uuid 0": 0, "uuid 1": 0})
+    with make() as comm:
+        thresholds = comm.gpu_side.thresholds
+        assert (thresholds.words_bytes, thresholds.ll_bytes, thresholds.all_reduce_ll_bytes) == (0, 0, 0)
+
+
+def test_kernels_that_need_whole_vectors_are_not_for_pcie() -> None:
+    run_ranks(by_pcie, 2)
+
+
+def complaint_before_a_timeout() -> str:
+    """What waits that gave up after a complaint, which keeps its record."""
+    fake()
+    comm = make()
+    gpu = comm.gpu_side
+    if comm.rank == 0:
+        leave(comm, Phase.splits, at.GAVE_UP)
+        for call in (gpu.check, gpu.check, lambda: gpu.all_reduce(torch.ones(100))):  # it is not forgiven
+            with pytest.raises(MismatchError, match=r"rank 0 counts 100 bytes .* 1, which counts 50; a wait gave up"):
+                call()
+    with pytest.raises(PeerError if comm.rank else MismatchError) as ended:
+        comm.barrier()
+    comm.close()
+    return str(ended.value)
+
+
+def test_a_complaint_is_told_as_one_though_a_wait_gave_up_since() -> None:
+    words = [result.value for result in run_ranks(complaint_before_a_timeout, 2)]
+    assert "split sizes" in words[1]
 
 
 def refused(other: dict[str, Any]) -> str:

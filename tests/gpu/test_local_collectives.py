@@ -24,6 +24,7 @@ from local_cases import (
     assert_same,
     granule_of,
     inputs,
+    one_deadline,
     reduced,
     repeated,
     torch_dtype,
@@ -46,6 +47,7 @@ pytestmark = [
 ]
 
 SMALL_CHUNKS = Launch(algorithm=Algorithm.staged, grid=3, threads=64, unroll=2, chunk_bytes=512)
+DEADLINE_S = 1.0
 BYTES = (1, 2, 8, 15, 16, 24, 1000, 4096, 33333)
 
 
@@ -369,6 +371,33 @@ def test_splits_that_disagree(world_size: int) -> None:
     run(world, uneven(world, SMALL_CHUNKS, splits))
 
 
+def test_what_came_first_is_recorded() -> None:
+    """A complaint stays when a wait gives up later, which bars further kernels all the same."""
+    world = LocalWorld(2, 1 << 20, DEADLINE_S)
+    call = uneven(world, SMALL_CHUNKS, [[1000] * 2] * 2, wrong={(1, 0): 900})
+    world.launch(call.function, call.arguments)
+    complaint = world.record(0)
+    assert complaint is not None
+    assert complaint.phase == Phase.splits
+    with one_deadline(DEADLINE_S):
+        world.launch(call.function, call.arguments, ranks=[0])
+        world.launch(call.function, call.arguments, ranks=[0])
+    assert world.record(0) == complaint
+    assert int(world.bytes(0, at.FAILED, 4).view(torch.int32)) == at.GAVE_UP
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_uneven_all_to_all_waits_for_the_late_one(world_size: int) -> None:
+    world, rng = world_of(world_size), random.Random(world_size)
+    for late in range(world_size):
+        world.put(late, at.DELAY_NS, DELAY_NS)
+        try:
+            for shape in (select_gpu.uneven_shape(world_size, world.num_sms), SMALL_CHUNKS):
+                run(world, uneven(world, shape, random_splits(world_size, 20_000, rng), seed=late))
+        finally:
+            world.put(late, at.DELAY_NS, 0)
+
+
 def any_call(world: LocalWorld, rng: random.Random, start: int, seed: int) -> Call:
     """A call of any kind and size, with buffers of its own."""
     size = rng.choice((1, 40, 1000, 9000, 30000))
@@ -461,29 +490,12 @@ def test_all_wait_for_the_late_one(world_size: int, kind: str) -> None:
             world.put(late, at.DELAY_NS, 0)
 
 
-@pytest.mark.parametrize("kind", MOVES)
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_copy_engine(world_size: int, kind: str) -> None:
-    from symmcomm.kernels.gpu.copy_engine import AllGatherCopyEngine
-
-    world = world_of(world_size)
-    engines = [AllGatherCopyEngine(world_size, world.arch, world.arch_number) for _ in range(world_size)]
-    for seed, part in enumerate((1, 1000, 33333, 1 << 20)):
-        push = move_shape(world, Algorithm.push, part)
-        for in_place in (False, True) if kind in ("all_gather", "broadcast") else (False,):
-            call = move(world, kind, push, part, seed=seed, in_place=in_place)
-            world.launch(lambda *a: engines[a[2]](*a[:3], *a[4:-2], a[-1]), call.arguments)
-            call.verify()
-    for engine in engines:
-        engine.close()
-
-
 @pytest.mark.parametrize(
     ("kind", "root"), [*((kind, 2) for kind in (*MOVES, "uneven", "sum")), ("broadcast", 0), ("scatter", 0)]
 )
 @pytest.mark.parametrize("algorithm", MOVE_ALGORITHMS, ids=lambda a: a.name)
 def test_a_missing_peer_is_named(kind: str, algorithm: Algorithm, root: int) -> None:
-    world = LocalWorld(3, 1 << 20, timeout_s=1.0)
+    world = LocalWorld(3, 1 << 20, DEADLINE_S)
     if kind == "uneven":
         call = uneven(world, SMALL_CHUNKS, [[1000] * 3] * 3)
     elif kind == "sum":
@@ -491,9 +503,25 @@ def test_a_missing_peer_is_named(kind: str, algorithm: Algorithm, root: int) -> 
         call = scatter_sum(world, sum_shape(world, algorithm, DType.bfloat16, 1000), DType.bfloat16, Op.sum, 1000)
     else:
         call = move(world, kind, move_shape(world, algorithm, 1000), 1000, seed=root)  # the root, if there is one
-    world.launch(call.function, call.arguments, ranks=[0, 1])
-    for rank in range(2):
+    launch_without_the_last(world, call)
+    assert float(torch.ones(1000, device="cuda").sum()) == 1000  # the context lives
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "scatter"])
+@pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.words], ids=lambda a: a.name)
+def test_a_missing_root_is_awaited_once_whatever_the_size(algorithm: Algorithm, kind: str) -> None:
+    """One thread awaits the only byte; that which awaits the root's signal must not begin when that one gives up."""
+    world = LocalWorld(3, 1 << 20, DEADLINE_S)
+    launch_without_the_last(world, move(world, kind, move_shape(world, algorithm, 1), 1, seed=2))
+
+
+def launch_without_the_last(world: LocalWorld, call: Call) -> None:
+    """Every other rank names it, after one deadline."""
+    missing = world.world_size - 1
+    world.load(call.function, *call.arguments[0])
+    with one_deadline(DEADLINE_S):
+        world.launch(call.function, call.arguments, ranks=range(missing))
+    for rank in range(missing):
         record = world.record(rank)
         assert record is not None
-        assert (record.rank, record.peer) == (rank, 2)
-    assert float(torch.ones(1000, device="cuda").sum()) == 1000  # the context lives
+        assert (record.rank, record.peer) == (rank, missing)

@@ -154,10 +154,43 @@ def test_signals(world_size: int) -> None:
         for _ in range(2):
             world.launch(put, [(channel, (rank + 1) % world_size) for rank in range(world_size)])
             world.launch(wait, [(channel, (rank - 1) % world_size) for rank in range(world_size)])
-    for rank in range(world_size):
-        pad = world.bytes(rank, world.layout.swap_pad, at.NUM_SWAP_CHANNELS * world_size * 4)
+    assert_taken(world)
+
+
+def assert_taken(world: LocalWorld) -> None:
+    """All signals, in order."""
+    for rank in range(world.world_size):
+        pad = world.bytes(rank, world.layout.swap_pad, at.NUM_SWAP_CHANNELS * world.world_size * 4)
         assert not bool(pad.any())
         assert world.record(rank) is None
+
+
+@pytest.mark.parametrize("puts", [True, False], ids=["late sender", "late receiver"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_signals_with_a_late_rank(world_size: int, puts: bool) -> None:
+    """Two signals from each rank to the next one in turn. The receiver waits for a late sender; and the sender's second
+    signal for a late receiver to take the first."""
+    from symmcomm.kernels.gpu.words import SwapSignal
+
+    world = world_of(world_size)
+    put, wait = (
+        world.load(function(world, SwapSignal(world_size=world_size, puts=kind)), 0, 1) for kind in (True, False)
+    )
+    for sender in range(world_size):
+        receiver = (sender + 1) % world_size
+        late, punctual = (sender, receiver) if puts else (receiver, sender)
+        world.put(late, at.DELAY_NS, DELAY_NS)
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record(world.streams[late])
+        for _ in range(2):
+            put(world.base, world.stride, sender, 5, receiver, world.streams[sender].cuda_stream)
+            wait(world.base, world.stride, receiver, 5, sender, world.streams[receiver].cuda_stream)
+        stop.record(world.streams[punctual])
+        torch.cuda.synchronize()
+        world.put(late, at.DELAY_NS, 0)
+        assert_taken(world)
+        assert start.elapsed_time(stop) > 0.8 * DELAY_NS / 1e6
 
 
 def test_words() -> None:

@@ -4,6 +4,7 @@ that one, within the rounding of the type, with float64."""
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from local_cases import (
     bits,
     granule_of,
     inputs,
+    one_deadline,
     reduced,
     torch_dtype,
     unlikely,
@@ -434,14 +436,57 @@ def test_barriers(world_size: int, algorithm: str, protocol: str, phase: Phase) 
 
 @pytest.mark.parametrize(("algorithm", "protocol", "phase"), BARRIERS)
 def test_a_barrier_names_who_is_missing(algorithm: str, protocol: str, phase: Phase) -> None:
-    world = LocalWorld(3, 1 << 20, timeout_s=1.0)
-    function = barrier(world, algorithm, protocol)
-    world.launch(function, [(0, 3)] * 3, ranks=[0, 1])
+    """And nobody waits for longer than one deadline, in however many rounds."""
+    deadline_s = 1.0
+    world = LocalWorld(3, 1 << 20, deadline_s)
+    function = world.load(barrier(world, algorithm, protocol), 0, 3)
+    with one_deadline(deadline_s):
+        world.launch(function, [(0, 3)] * 3, ranks=[0, 1])
     first = world.record(0)
     assert first is not None
     assert first.phase == phase
     if protocol != "multicast":  # a count does not tell whose share is missing
         assert first.peer == 2
+
+
+@pytest.mark.parametrize(("algorithm", "protocol", "phase"), BARRIERS)
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_barriers_inside_a_kernel(
+    world_size: int, algorithm: str, protocol: str, phase: Phase, tmp_path: Path
+) -> None:
+    """Other threads of other ranks see what was written before; or all threads are told that somebody is missing."""
+    from barrier_cases import PassOn, nothing_found, what_is_found
+
+    from symmcomm.kernels.gpu.compile import compiled
+
+    world, deadline_s = LocalWorld(world_size, 1 << 20, PATIENCE_S), 1.0
+    kernel = PassOn(world_size=world_size, algorithm=algorithm, protocol=protocol)
+    function = world.load(compiled(kernel, world.arch, tmp_path), world.data, 0)  # the cache knows no test's sources
+    found = [nothing_found(world_size).cuda() for _ in range(world_size)]
+    arguments = [(world.data, each.data_ptr()) for each in found]
+    for late in (None, *range(world_size)):
+        for each in found:
+            each.fill_(-1)
+        if late is not None:
+            world.put(late, at.DELAY_NS, DELAY_NS)
+        world.launch(function, arguments)
+        if late is not None:
+            world.put(late, at.DELAY_NS, 0)
+        for rank in range(world_size):
+            assert world.record(rank) is None
+            assert torch.equal(found[rank].cpu(), what_is_found(world_size, rank)), f"rank {rank}, {late} was late"
+    for rank, each in enumerate(found):
+        each.fill_(-1)
+        world.put(rank, at.TIMEOUT_NS, int(deadline_s * 1e9))
+    with one_deadline(deadline_s):
+        world.launch(function, arguments, ranks=range(world_size - 1))
+    expected = nothing_found(world_size)
+    expected[0, 0] = 0
+    for rank in range(world_size - 1):
+        record = world.record(rank)
+        assert record is not None
+        assert record.rank == rank
+        assert torch.equal(found[rank].cpu(), expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 5])

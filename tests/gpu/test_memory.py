@@ -274,10 +274,10 @@ def register_tensors(num_gpus: int) -> None:
         assert (tensor[2] == me.rank + 1).all()
         assert me.world_size != 2 or memory.flat_space() is not None
         again = register(me.device, me.rank, tensor, me.agree)  # the same allocation, opened twice
-        memory.close(me.agree)
+        memory.close()
         assert (again.get_buffer((me.rank + 1) % me.world_size)[1] == 7).all()
         me.meet()
-        again.close(me.agree)
+        again.close()
         with pytest.raises(MismatchError):
             register(me.device, me.rank, tensor[: me.rank + 1], me.agree)
         del padding

@@ -408,8 +408,8 @@ def test_register_reaches_memory_that_others_allocated() -> None:
             start, _ = me.device.call("cuMemGetAddressRange", address)
             assert address - start == 512 * (peer + 1) ** 2
         assert memory.flat_space() is None
-        memory.close(me.agree)
-        memory.close(me.agree)
+        memory.close()
+        memory.close()
         me.device.call("cuMemFree", own)
         assert me.is_clean()
 

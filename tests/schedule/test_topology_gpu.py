@@ -15,6 +15,7 @@ from symmcomm.schedule.topology_gpu import (
     decide_links,
     decide_multicast,
     decide_provider,
+    decide_vectors,
     numa_domains,
 )
 
@@ -143,3 +144,12 @@ def test_numa_domains_and_links() -> None:
     assert decide_links(facts).works
     assert decide_links([gpu(0), gpu(0)]).works
     assert decide_links([gpu(0), gpu(1, links={"uuid0": 0})]).reason.endswith("ranks 1 and 0: PCIe")
+    assert not decide_links([gpu(0), gpu(1, links={})]).works
+
+
+def test_vectors_come_whole_unless_the_way_is_known_to_be_pcie() -> None:
+    assert decide_vectors([gpu(0), gpu(1)]).works
+    assert decide_vectors([gpu(0), gpu(1, links={})]).works
+    assert decide_vectors([gpu(0, links={"uuid0": 0})] * 2).works, "ranks on one GPU"
+    refused = decide_vectors([gpu(0), gpu(1, links={"uuid0": 0})])
+    assert refused == Attempt(False, "the way from rank 1 to 0 is PCIe, where 16 bytes may come in parts")

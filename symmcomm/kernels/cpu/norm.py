@@ -49,7 +49,6 @@ SOURCES, TILE = 18, 19  # one address a source; HIDDEN float32
 EPS, WEIGHT_BIAS = 20, 21  # float64
 NUM_GROUPS, INPUT_STEP, OUT_STEP = 22, 23, 24  # of ``norm_rows``: how often ROWS rows; bytes from group to group
 FORM = 25  # of the collectives, see ``fused_norm``
-NUM_FIELDS = 26
 
 WITH_RESIDUAL, KEEPS = 1, 2
 """Parts of ``add`` that a call may lack; KEEPS: the new residual is stored."""

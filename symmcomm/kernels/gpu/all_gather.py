@@ -12,7 +12,7 @@ between the parts of its source for the takers, 0 if all get the same, and ``sen
 
 **LL** (small; any tensors): cells carry their own flag (see ``cells``). In place is fine: a thread has read its place
 in all parts before it writes. With one sender ranks would hear from it alone, so there they also signal all peers, at
-the start, and wait for all, at the end.
+the start, and wait for all, at the end, unless cells have not come: a rank waits for one deadline, not for two.
 
 **Push** (the target symmetric, at the same offset on all ranks): barrier, as peers may still use their targets; every
 rank stores its part into all targets; barrier. With ``multimem`` the switch distributes.
@@ -82,7 +82,7 @@ class AllGatherLL(MovingParts):
                             words = ll.words_of(cells, got, index, k)
                             ll.store_words(target + peer * target_pitch, first + k * step, num_bytes, cells, words)
             if sender >= 0:
-                meet(ctx, block(), epoch, Int32(Phase.enter))
+                meet(ctx, block(), epoch, Int32(Phase.enter), arrived)
             end(ctx, block(), epoch)
 
 

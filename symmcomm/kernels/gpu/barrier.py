@@ -12,15 +12,23 @@ that peer's e + 1. Nothing is reset and no atomic crosses a link.
 
 ``arrive`` and ``meet`` are its halves, for kernels that work in between.
 
+The other variants are functions for kernels in the same way (``ring_sync``, ``swap_sync``, ``multicast_sync``): the
+CTA's threads meet before those signal that signal, and after those have waited that wait, and all get the same answer.
+In between, what happened before passes from rank to rank by release and acquire, over as many hops as there are. So
+all that any thread of the CTAs that meet did before, on any rank, happened before whatever one does after.
+
 **Ring.** Each rank only signals its successor and waits for its predecessor, world_size - 1 rounds, counted in a word
-of its own that is never reset; see ``kernels.cpu.barrier`` for why that is enough.
+of its own that is never reset; see ``kernels.cpu.barrier`` for why that is enough. A rank signals round k after it has
+acquired its predecessor's round k - 1, so the last round hands on what all others did before.
 
 **Compare-and-swap** (``protocol="cas"``): a word goes 0 → 1 by the sender and 1 → 0 by the receiver, on pads that other
-libraries' kernels may share. An early sender waits for the 0.
+libraries' kernels may share. An early sender waits for the 0. Both sides acquire and release, so signals hand on what
+others did as epochs do; it goes all to all, or round the ring in as many rounds.
 
 **Multicast** (``protocol="multicast"``): each rank adds 1 to a word on all ranks by one instruction through the switch
 (with ``multimem`` off: one after the other) and waits until its own has come to world_size · epoch. Additions of
-different epochs cannot mix: nobody adds for e + 1 before all have added for e.
+different epochs cannot mix: nobody adds for e + 1 before all have added for e. An addition releases, and who acquires
+the sum has acquired each of its parts, as nothing but additions lies between.
 """
 
 from __future__ import annotations
@@ -68,8 +76,11 @@ def announce(ctx: cutlass.Constexpr, channel: Int32, epoch: Uint32) -> None:
 @cute.jit
 def meet(ctx: cutlass.Constexpr, channel: Int32, epoch: Uint32, phase: Int32, going: Boolean = True) -> Any:
     """Waits for all peers' epoch, on behalf of the CTA. False on all threads: some wait gave up, now or before, as a
-    thread that is not ``going`` says, which waits no more."""
+    thread that is not ``going`` says. Its warp waits no more: that came here once the last of its threads had given up,
+    a whole deadline late. Other warps have waited in the meantime, if they had anything to wait for."""
     met, peer = Boolean(going), thread()
+    if cutlass.const_expr(going is not True):
+        met = cute.arch.vote_all_sync(met)
     if met and peer < ctx.world_size and peer != ctx.rank:
         met = wait(ctx.state, ctx.rank, ctx.pad(ctx.rank, channel, peer), epoch, peer, channel, phase)
     return agree(met)
@@ -92,55 +103,72 @@ def sync(
 
 
 @cute.jit
-def ring_sync(ctx: cutlass.Constexpr) -> None:
-    """One barrier round the ring, by thread 0 of one CTA."""
-    state, world_size = ctx.state, ctx.world_size
-    following, previous = ctx.neighbour(1), ctx.neighbour(world_size - 1)
-    epoch = load(state + at.RING_EPOCH)[0]
+def ring_sync(ctx: cutlass.Constexpr, first: cutlass.Constexpr) -> Any:
+    """One barrier round the ring, of one CTA a rank, as there is one word; ``first`` and the result as in ``sync``."""
+    if cutlass.const_expr(not first):
+        cute.arch.sync_threads()
     met = Boolean(True)
-    for _ in cutlass.range_constexpr(world_size - 1):
-        epoch += 1
-        if met:
-            signal(ctx.peer_address(following, ctx.layout.ring), epoch)
-            own = ctx.peer_address(ctx.rank, ctx.layout.ring)
-            met = wait(state, ctx.rank, own, epoch, previous, Int32(0), Int32(Phase.ring))
-    store(state + at.RING_EPOCH, [epoch])
+    if thread() == 0:
+        state, own = ctx.state, ctx.peer_address(ctx.rank, ctx.layout.ring)
+        following, previous = ctx.neighbour(1), ctx.neighbour(ctx.world_size - 1)
+        epoch = load(state + at.RING_EPOCH)[0]
+        for _ in cutlass.range_constexpr(ctx.world_size - 1):
+            epoch += 1
+            if met:
+                signal(ctx.peer_address(following, ctx.layout.ring), epoch)
+                met = wait(state, ctx.rank, own, epoch, previous, Int32(0), Int32(Phase.ring))
+        store(state + at.RING_EPOCH, [epoch])
+    return agree(met)
 
 
 @cute.jit
-def _swap_step(ctx: cutlass.Constexpr, channel: Int32, to: Int32, source: Int32) -> None:
-    """Signals one peer and takes the signal of another."""
+def _swap_step(ctx: cutlass.Constexpr, channel: Int32, to: Int32, source: Int32) -> Any:
+    """Signals one peer and takes the signal of another. False: it gave up at the first of them that did not come."""
     pad = ctx.layout.swap_pad + 4 * ctx.world_size * channel
-    if put_signal(ctx.state, ctx.rank, ctx.peer_address(to, pad + 4 * ctx.rank), to, channel):
-        wait_signal(ctx.state, ctx.rank, ctx.peer_address(ctx.rank, pad + 4 * source), source, channel)
+    met = put_signal(ctx.state, ctx.rank, ctx.peer_address(to, pad + 4 * ctx.rank), to, channel)
+    if met:
+        met = wait_signal(ctx.state, ctx.rank, ctx.peer_address(ctx.rank, pad + 4 * source), source, channel)
+    return met
 
 
 @cute.jit
-def swap_sync(ctx: cutlass.Constexpr, channel: Int32, ring: cutlass.Constexpr) -> None:
-    """Compare-and-swap barrier: thread p with peer p, or thread 0 round the ring."""
+def swap_sync(ctx: cutlass.Constexpr, channel: Int32, ring: cutlass.Constexpr, first: cutlass.Constexpr) -> Any:
+    """Compare-and-swap barrier of the CTAs that share the channel: thread p with peer p, or thread 0 round the ring;
+    ``first`` and the result as in ``sync``."""
+    if cutlass.const_expr(not first):
+        cute.arch.sync_threads()
+    met = Boolean(True)
     if cutlass.const_expr(ring):
         if thread() == 0:
             for _ in cutlass.range_constexpr(ctx.world_size - 1):
-                _swap_step(ctx, channel, ctx.neighbour(1), ctx.neighbour(ctx.world_size - 1))
+                if met:  # a round that failed is the last: the next ones would wait as long again
+                    met = _swap_step(ctx, channel, ctx.neighbour(1), ctx.neighbour(ctx.world_size - 1))
     else:
         if thread() < ctx.world_size and thread() != ctx.rank:
-            _swap_step(ctx, channel, thread(), thread())
+            met = _swap_step(ctx, channel, thread(), thread())
+    return agree(met)
 
 
 @cute.jit
-def multicast_sync(ctx: cutlass.Constexpr, multicast_base: Int64, multimem: cutlass.Constexpr) -> None:
-    """Barrier by counting, by thread 0 of one CTA."""
-    epoch = load(ctx.state + at.MULTICAST_EPOCH)[0] + Uint32(1)
-    offset = ctx.layout.count
-    if cutlass.const_expr(multimem):
-        multimem_red(multicast_base + offset, Uint32(1), "u32")
-    else:
-        for step in cutlass.range_constexpr(ctx.world_size):
-            reduce_add(ctx.peer_address(ctx.neighbour(step), offset), 1, semantics="release")
-    expected = epoch * Uint32(ctx.world_size)
-    own = ctx.peer_address(ctx.rank, offset)
-    wait(ctx.state, ctx.rank, own, expected, Int32(-1), Int32(0), Int32(Phase.enter))
-    store(ctx.state + at.MULTICAST_EPOCH, [epoch])
+def multicast_sync(
+    ctx: cutlass.Constexpr, multicast_base: Int64, multimem: cutlass.Constexpr, first: cutlass.Constexpr
+) -> Any:
+    """Barrier by counting, of one CTA a rank, as there is one word; ``first`` and the result as in ``sync``."""
+    if cutlass.const_expr(not first):
+        cute.arch.sync_threads()
+    met = Boolean(True)
+    if thread() == 0:
+        epoch = load(ctx.state + at.MULTICAST_EPOCH)[0] + Uint32(1)
+        offset = ctx.layout.count
+        if cutlass.const_expr(multimem):
+            multimem_red(multicast_base + offset, Uint32(1), "u32")
+        else:
+            for step in cutlass.range_constexpr(ctx.world_size):
+                reduce_add(ctx.peer_address(ctx.neighbour(step), offset), 1, semantics="release")
+        expected, own = epoch * Uint32(ctx.world_size), ctx.peer_address(ctx.rank, offset)
+        met = wait(ctx.state, ctx.rank, own, expected, Int32(-1), Int32(0), Int32(Phase.enter))
+        store(ctx.state + at.MULTICAST_EPOCH, [epoch])
+    return agree(met)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,13 +205,11 @@ class Barrier:
         in_order, epoch = begin(ctx, channel)
         if in_order:
             if cutlass.const_expr(self.protocol == "cas"):
-                swap_sync(ctx, channel, self.algorithm == "ring")
+                swap_sync(ctx, channel, self.algorithm == "ring", True)
             elif cutlass.const_expr(self.protocol == "multicast"):
-                if thread() == 0:
-                    multicast_sync(ctx, multicast_base, self.multimem)
+                multicast_sync(ctx, multicast_base, self.multimem, True)
             elif cutlass.const_expr(self.algorithm == "ring"):
-                if thread() == 0:
-                    ring_sync(ctx)
+                ring_sync(ctx, True)
             else:
                 sync(ctx, channel, epoch + 1, Phase.enter, True)
                 end(ctx, channel, epoch + 1)

@@ -22,6 +22,7 @@ import cutlass.cute as cute
 import tvm_ffi
 from cutlass.cute.runtime import load_module, make_fake_stream
 
+from symmcomm.kernels.cache import gpu_folder
 from symmcomm.kernels.lock import alone
 
 _PACKAGE = Path(__file__).parents[2]
@@ -44,20 +45,15 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
-def default_directory() -> Path:
-    """Where objects lie if nobody says otherwise."""
-    return Path.home() / ".cache" / "symmcomm" / "kernels"
-
-
 def compiled(kernel: Kernel, arch: str, directory: Path | None = None) -> Callable[..., None]:
     """The function ``(*arguments, stream)`` of a kernel for an architecture such as ``"sm_90a"``. Integers are passed
     as Python's; a stream is anything with CUDA's stream protocol, or its handle. It launches and returns.
 
-    ``directory`` keeps objects between runs (default ``default_directory()``).
+    ``directory`` keeps objects between runs (default ``cache.gpu_folder()``).
     """
     found = _loaded.get((kernel, arch))
     if found is None:
-        path = (directory or default_directory()) / f"{_digest(kernel, arch)}.o"
+        path = (directory or gpu_folder()) / f"{_digest(kernel, arch)}.o"
         found = _cached(path)
         if found is None:
             with alone(path.with_suffix(".lock"), _PATIENCE_S):

@@ -4,6 +4,12 @@ Barrier kernel; copies of this rank's parts into the targets of the peers, one a
 beside them the one that stays; barrier kernel. A copy is done before the kernel after it in the stream starts, so the
 second barrier says that all parts are there. The target is symmetric, at the same offset on all ranks; the source is
 not in it, but for the part that stays. Streams may be captured: copies become nodes of the graph.
+
+A copy does not ask what the barrier before it came to, as a kernel would: for that the host would have to wait, or a
+graph to branch, in every call. So if that barrier gave up, the copies are made all the same. This rank has the record,
+and the communicator is finished on it. A peer that comes late finds in its target what others put there, maybe before
+it had entered the call and was done with what it held: on every rank the target of the call is undefined, as after any
+collective that failed. Nothing outside the targets is written, and the barrier at the end returns at once.
 """
 
 from __future__ import annotations

@@ -208,7 +208,8 @@ def sleep(nanoseconds: Int64) -> None:
 def give_up(
     state: Int64, rank: Int32, peer: Int32, channel: Int32, expected: Uint32, seen: Uint32, phase: Int32
 ) -> None:
-    """Bars later kernels, and leaves a Record for the host unless there is one."""
+    """Bars later kernels, and leaves a Record for the host unless there is one, be it a complaint: what came first may
+    be why the peer is missing, and a Record that is there is never written again under the host's eyes."""
     if exchange(state + at.FAILED, at.GAVE_UP, semantics="relaxed", scope="gpu") == Uint32(0):
         _leave_record(state, rank, peer, channel, expected, seen, phase)
 

@@ -6,8 +6,9 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ pytest.importorskip("cutlass")
 import symmcomm
 from symmcomm import ClosedError, Communicator, DeviceError, MismatchError, PeerError, PeerTimeoutError, Settings
 from symmcomm.errors import CudaError
+from symmcomm.memory.handle import SymmetricHandle
+from symmcomm.memory.heap import SymmetricHeap
+from symmcomm.memory.multicast import MulticastUnavailableError
 from symmcomm.memory.posix import PosixProvider
 from symmcomm.schedule import layout_gpu as at
 from symmcomm.schedule.layout_gpu import Phase
@@ -66,14 +70,14 @@ def facts(rank: int, **other: Any) -> GpuFacts:
 def fake(**other: Any) -> list[tuple[str, tuple[Any, ...]]]:
     """Puts fakes in place in this process; returns the list of launches to come."""
     import symmcomm.collectives.gpu_memory as memory
+    import symmcomm.collectives.gpu_open as opening
     import symmcomm.kernels.gpu.compile as compiling
 
     launches: list[tuple[str, tuple[Any, ...]]] = []
     zeros, cuda, core = torch.zeros, vars(torch.cuda), vars(torch._C)
     own = facts(int(os.environ["RANK"]), **other)
-    vars(memory).update(
-        probe_facts=lambda *_: own, capturing=lambda: False, CudaDevice=Cuda, _provider=lambda *_: PosixProvider()
-    )
+    vars(opening)["probe_facts"] = lambda *_: own
+    vars(memory).update(capturing=lambda: False, CudaDevice=Cuda, _provider=lambda *_: PosixProvider())
     vars(compiling)["compiled"] = lambda kernel, _: lambda *args: launches.append((type(kernel).__name__, args))
     cuda.update(
         is_available=lambda: True, current_device=lambda: 0, device=lambda _: contextlib.nullcontext(),
@@ -170,6 +174,60 @@ def compared() -> None:
 
 def test_calls_are_compared_if_asked() -> None:
     run_ranks(compared, 2)
+
+
+class Space:
+    """In place of a ``MulticastSpace``: notes what becomes of it. It refuses a heap of more than ``most`` segments."""
+
+    steps: ClassVar[list[str]] = []
+    most = 2
+
+    def __init__(self, _device: object, heap: SymmetricHeap, *_: object) -> None:
+        self.heap, self.base = heap, 1 << 45
+
+    def extend(self, agree: Callable[[bytes], list[bytes]]) -> None:
+        agree(b"multicast")  # all ranks come
+        self.steps.append(f"extend to {len(self.heap.segments)}")
+        if len(self.heap.segments) > self.most:
+            raise MulticastUnavailableError("multicast is not used: rank 1: full")
+
+    def close(self) -> None:
+        self.steps.append(f"close, {len(self.heap.segments)} in the heap")
+
+
+def with_multicast(allowed: bool, most: int) -> list[str]:
+    import symmcomm.memory.multicast as module
+
+    rank = int(os.environ["RANK"])
+    launches = fake(multicast=Attempt(allowed or rank == 0, "the gate's word"))
+    vars(module)["MulticastSpace"], Space.most = Space, most
+    comm = make()
+    gpu = comm.gpu_side
+    assert (Space.steps, gpu.multicast_base) == ([], 0)  # nobody asks for it
+    gpu.set_thresholds(replace(gpu.thresholds, multimem_bytes=1 << 20, words_bytes=0))
+    assert gpu.multicast_base == (1 << 45 if allowed and most else 0)
+    tensor = comm.empty(40 << 20, dtype=torch.uint8, device="cuda")
+    handle = SymmetricHandle(gpu, gpu.offset_of(tensor), tensor.nbytes)
+    served = allowed and most > 1
+    assert handle.multicast_ptr == (gpu.multicast_base + gpu.offset_of(tensor) if served else 0)
+    gpu.all_reduce(tensor.view(torch.int32))
+    assert (launches[-1][1][3] == gpu.multicast_base) == served  # the first argument behind the rank's place
+    assert launches[-1][0] == ("AllReduceTwoShot" if served else "AllReduceStaged")
+    if not allowed:
+        assert gpu.multicast.allowed.reason == "rank 1: the gate's word"
+    comm.close()
+    return Space.steps
+
+
+def test_multicast_follows_the_heap() -> None:
+    for allowed, most, steps in (
+        (True, 2, ["extend to 1", "extend to 2", "close, 2 in the heap"]),
+        (True, 1, ["extend to 1", "extend to 2", "close, 2 in the heap"]),  # what there was stays until then
+        (True, 0, ["extend to 1", "close, 2 in the heap"]),
+        (False, 2, []),
+    ):
+        for result in run_ranks(with_multicast, 2, allowed, most):
+            assert result.value == steps
 
 
 def leave(comm: Communicator, phase: Phase, failed: int) -> None:

@@ -14,7 +14,7 @@ from symmcomm.bench.implementations import Buffers
 from symmcomm.bench.method import Device, Method, Timing
 from symmcomm.errors import PeerTimeoutError
 from symmcomm.schedule.dtypes import DType, Op
-from symmcomm.schedule.layout_gpu import Layout
+from symmcomm.schedule.layout_gpu import Layout, MessageLayout
 
 pytest.importorskip("cutlass")
 
@@ -115,12 +115,12 @@ def test_an_error_of_a_peer_is_a_refusal_and_an_error_of_ours_is_none(
 def test_a_virtual_rank_has_what_the_calls_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything up to the launch, on memory of the CPU."""
     from symmcomm.bench import virtual_place
-    from symmcomm.bench.virtual_place import VirtualRank, VirtualSymm, reserved
+    from symmcomm.bench.virtual_place import VirtualRank, VirtualSymm
 
     launched: list[tuple[int, ...]] = []
     monkeypatch.setattr(virtual_place, "compiled", lambda kernel, arch: lambda *arguments: launched.append(arguments))
     monkeypatch.setattr(VirtualRank, "run", lambda self, function, *arguments: function(*arguments))
-    staging, stride = 8 << 20, reserved(2, 8 << 20) + (8 << 20)
+    stride = MessageLayout.create(2).end + (8 << 20)
     memory = torch.zeros(2 * stride, dtype=torch.uint8)
     world = SimpleNamespace(
         world_size=2, base=memory.data_ptr(), stride=stride, layout=Layout.create(2), num_sms=66, arch="sm_90a",
@@ -128,7 +128,7 @@ def test_a_virtual_rank_has_what_the_calls_need(monkeypatch: pytest.MonkeyPatch)
         bytes=lambda rank, offset, count: memory[rank * stride + offset :][:count],
     )  # fmt: skip
     world.record = lambda rank: "a record"
-    rank = VirtualRank(world, 1, torch.device("cpu"), staging)  # type: ignore[arg-type]
+    rank = VirtualRank(world, 1, torch.device("cpu"))  # type: ignore[arg-type]
     rank.ordinal = torch.zeros(1).get_device()
     for symmetric in (False, True):
         symm = VirtualSymm(rank, symmetric)

@@ -5,7 +5,8 @@ A vector of 16 bytes is stored, polled and cleared by single accesses (``store_1
 nothing has arrived. So what goes out is the vector xor ``KEY``, which is zero for one vector of 2¹²⁸ alone. That one
 goes out as 1, as does the vector that would be 1 anyway, and with a 1 goes a byte, elsewhere: 2 for the one, 3 for the
 other. A receiver polls until the vector is not zero; if it is 1, until the byte is not; then it stores zeros there.
-(Names say *words* for such vectors: an LL cell is three words and a flag, and this is four words.)
+(Names say *words* for such vectors: an LL cell is three words and a flag, and this is four words. TensorRT-LLM and
+FlashInfer call such protocols Lamport's; theirs give up the value -0.0 of each element, this one gives up none.)
 
 When may a slot be filled again? Slots alternate with the parity of the channel's epoch, and rank r fills p's at epoch e
 once r's kernel of epoch e - 1 is done. In it every CTA received something from p that p sent at e - 1, and p sent that

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compiling import ARCHITECTURES, PER_ARCHITECTURE, ptx_of
+from compiling import ARCHITECTURES, ptx_of
 
 from symmcomm.schedule.dtypes import DType, Op, supports
 from symmcomm.schedule.layout_gpu import DEPTH, Layout
@@ -80,11 +80,15 @@ PAIRS = [(dtype, Op.avg if supports(dtype, Op.avg) else Op.sum) for dtype in DTy
 PAIRS += [(DType.bfloat16, Op.sum), (DType.int32, Op.bxor), (DType.float16, Op.max)]
 
 
-@PER_ARCHITECTURE
 @pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda x: x.name)
-@pytest.mark.parametrize("name", ["two", "both"])
-def test_compiles(name: str, dtype: DType, op: Op, arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "arch"), [*(("two", arch) for arch in ARCHITECTURES), ("both", "sm_90a")])
+def test_compiles(
+    name: str, dtype: DType, op: Op, arch: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     pytest.importorskip("cutlass")
+    if (arch, dtype) == ("sm_80", DType.float8_e4m3fn):
+        reason = "without instructions for 8-bit floats two vectors of them and their average exceed 128 registers"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     from symmcomm.kernels.gpu.ring import Ring
 
     plan = PLANS[name]

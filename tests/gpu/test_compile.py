@@ -17,6 +17,7 @@ from symmcomm.schedule.dtypes import DType, Op, supports
 pytest.importorskip("cutlass")
 
 from barrier_cases import PassOn
+from compiling import ARCHITECTURES, DTYPES, PER_ARCHITECTURE, num_registers, ptx_of
 
 from symmcomm.kernels.gpu import instances, multimem
 from symmcomm.kernels.gpu.all_gather import AllGatherPush
@@ -27,20 +28,6 @@ from symmcomm.kernels.gpu.elements import Reduction
 from symmcomm.kernels.gpu.reduce_scatter import ReduceScatterLL, ReduceScatterPull
 from symmcomm.schedule.select_gpu import Algorithm, Launch
 from symmcomm.testing.spawn import run_ranks
-
-ARCHITECTURES = {"sm_80": 80, "sm_90a": 90, "sm_100a": 100}
-PER_ARCHITECTURE = pytest.mark.parametrize("arch", ARCHITECTURES)
-DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.name)
-
-
-def ptx_of(kernel: Any, arch: str, directory: Path) -> str:
-    built = compile_kernel(kernel, arch, f"--keep-ptx --keep-cubin --dump-dir {directory}")
-    assert len(built.__cubin__) > 1000
-    ptx: str = built.__ptx__
-    assert f".target {arch}" in ptx
-    assert ".local" not in ptx  # nothing indexed at run time, nothing spilled by the compiler's front half
-    assert ".shared" not in ptx  # only norms have such memory: scripts/sanitize.sh looks for races in no other kernel
-    return ptx
 
 
 def ll(dtype: DType, op: Op, arch: str, world_size: int, cells: int = 1) -> ReduceScatterLL:
@@ -117,6 +104,44 @@ def test_reduce_scatter(algorithm: Algorithm, dtype: DType, arch: str, tmp_path:
         assert access in ptx
 
 
+STAGED = (Algorithm.one_shot, Algorithm.staged, Algorithm.push)
+
+
+def staged_all_reduce(algorithm: Algorithm, dtype: DType, op: Op, world_size: int, arch: str) -> Any:
+    """As large data have it: of the most threads and vectors."""
+    shape = select_gpu.staged_shape(1 << 28, world_size, 132, dtype, algorithm)
+    return instances.all_reduce(shape, dtype, op, world_size, ARCHITECTURES[arch])
+
+
+@PER_ARCHITECTURE
+@DTYPES
+@pytest.mark.parametrize("algorithm", STAGED, ids=lambda a: a.name)
+def test_staged_all_reduce(algorithm: Algorithm, dtype: DType, arch: str, tmp_path: Path) -> None:
+    ptx = ptx_of(staged_all_reduce(algorithm, dtype, Op.sum, 2, arch), arch, tmp_path)
+    for access in SIGNALS + VECTORS:
+        assert access in ptx
+
+
+@PER_ARCHITECTURE
+@pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float64, DType.int64], ids=lambda d: d.name)
+@pytest.mark.parametrize("algorithm", STAGED[1:], ids=lambda a: a.name)
+def test_staged_average(algorithm: Algorithm, dtype: DType, arch: str, tmp_path: Path) -> None:
+    """The operation that needs the most registers; float64 has the most in flight."""
+    ptx_of(staged_all_reduce(algorithm, dtype, Op.avg, 2, arch), arch, tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 8])
+@pytest.mark.parametrize("dtype", [DType.float32, DType.int64], ids=lambda d: d.name)
+def test_registers_hold_what_comes_from_many_ranks(dtype: DType, world_size: int, tmp_path: Path) -> None:
+    """In all shapes that are chosen for large tensors."""
+    sizes = [1 << exponent for exponent in range(22, 31)]
+    found = {select_gpu.choose(size, dtype, world_size, 132, same) for size in sizes for same in (True, False)}
+    shapes = {replace(shape, grid=1) for shape in found if shape.algorithm in (*STAGED, Algorithm.two_shot)}
+    assert {shape.algorithm for shape in shapes} == {Algorithm.staged, Algorithm.push, Algorithm.two_shot}
+    for shape in shapes:
+        ptx_of(instances.all_reduce(shape, dtype, Op.sum, world_size, 90), "sm_90a", tmp_path)
+
+
 WORDS = (*LL_ACCESSES, "ld.relaxed.sys.global.u8", "st.relaxed.sys.global.u8")
 
 
@@ -179,9 +204,7 @@ def test_three_ctas_of_kernels_that_start_early_fit_on_an_sm(world_size: int, tm
     kernels = early_kernels(world_size)
     assert len(kernels) >= 8
     for kernel in kernels:
-        code = compile_kernel(kernel, "sm_90a", f"--keep-cubin --dump-dir {tmp_path}").__cubin__
-        found = code.index(b"\x04\x2f\x08\x00")  # the attribute of a kernel's registers: its symbol, and their number
-        registers = int.from_bytes(code[found + 8 : found + 12], "little")
+        registers = num_registers(compile_kernel(kernel, "sm_90a", f"--keep-cubin --dump-dir {tmp_path}").__cubin__)
         assert 16 <= registers <= 255
         assert 3 * kernel.threads * -(-registers // 8) * 8 <= 1 << 16, f"{registers} registers: {kernel}"
 

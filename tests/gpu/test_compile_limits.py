@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from test_compile import PER_ARCHITECTURE, SIGNALS, VECTORS, ptx_of
+from compiling import PER_ARCHITECTURE, ptx_of
+from test_compile import SIGNALS, VECTORS
 
 from symmcomm.kernels.gpu.limits import Empty, PingPong, Push
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_compile import PER_ARCHITECTURE, ptx_of
+from compiling import PER_ARCHITECTURE, ptx_of
 
 from symmcomm.schedule.layout_gpu import NUM_MESSAGE_LANES, NUM_MESSAGE_SLOTS, Layout, MessageLayout
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import struct
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import compiling
 import pytest
+from compiling import ARCHITECTURES, PER_ARCHITECTURE
 
 from symmcomm.schedule import select_norm
 from symmcomm.schedule.dtypes import DType
@@ -16,45 +17,13 @@ from symmcomm.schedule.select_norm import Form, RowLaunch
 pytest.importorskip("cutlass")
 
 from symmcomm.kernels.gpu import norm_instances
-from symmcomm.kernels.gpu.compile import compile_kernel
 
-ARCHITECTURES = {"sm_80": 80, "sm_90a": 90, "sm_100a": 100}
-PER_ARCHITECTURE = pytest.mark.parametrize("arch", ARCHITECTURES)
 DTYPES = pytest.mark.parametrize("dtype", select_norm.DTYPES, ids=lambda d: d.name)
-MOST_STACK_BYTES = 16
-"""A row and eight ranks' addresses can fill a thread's registers; then an address or two are put aside."""
 SIGNALS = ("st.release.sys.global.b32", "ld.acquire.sys.global.b32")
 LOAD, STORE = "ld.global.v4.b32", "st.weak.global.v4.b32"
 
 
-def stack_bytes(cubin: bytes) -> int:
-    """Bytes a thread that the kernel keeps in local memory: EIATTR_FRAME_SIZE in the ELF file's ``.nv.info``."""
-    table, (entry, num, names) = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * entry) for i in range(num)]
-    found = []
-    for name, _, _, _, offset, size in sections:
-        start = sections[names][4] + name
-        if cubin[start : cubin.index(b"\0", start)] != b".nv.info":
-            continue
-        at = offset
-        while at < offset + size:
-            form, attribute, value = struct.unpack_from("<BBH", cubin, at)
-            at += 4
-            if form == 4:  # the value is the length of what follows
-                if attribute == 0x11:
-                    found.append(struct.unpack_from("<I", cubin, at + 4)[0])
-                at += value
-    assert found
-    return max(found)
-
-
-def ptx_of(kernel: Any, arch: str, directory: Path) -> str:
-    built = compile_kernel(kernel, arch, f"--keep-ptx --keep-cubin --dump-dir {directory}")
-    ptx: str = built.__ptx__
-    assert f".target {arch}" in ptx
-    assert ".local" not in ptx
-    assert stack_bytes(built.__cubin__) <= MOST_STACK_BYTES
-    return ptx
+ptx_of = partial(compiling.ptx_of, shared=True)
 
 
 @PER_ARCHITECTURE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from compiling import ARCHITECTURES, ptx_of
 
 from symmcomm.schedule.dtypes import DType, Op, supports
 from symmcomm.schedule.layout_gpu import DEPTH, Layout
@@ -80,19 +81,20 @@ PAIRS += [(DType.bfloat16, Op.sum), (DType.int32, Op.bxor), (DType.float16, Op.m
 
 
 @pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda x: x.name)
-@pytest.mark.parametrize("name", ["two", "both"])
-def test_compiles(name: str, dtype: DType, op: Op, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "arch"), [*(("two", arch) for arch in ARCHITECTURES), ("both", "sm_90a")])
+def test_compiles(
+    name: str, dtype: DType, op: Op, arch: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     pytest.importorskip("cutlass")
-    from symmcomm.kernels.gpu.compile import compile_kernel
+    if (arch, dtype) == ("sm_80", DType.float8_e4m3fn):
+        reason = "without instructions for 8-bit floats two vectors of them and their average exceed 128 registers"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     from symmcomm.kernels.gpu.ring import Ring
 
     plan = PLANS[name]
     shape = ring_shape(plan, 1 << 20, dtype, op, 132)
-    kernel = Ring(dtype=dtype, op=op, world_size=plan.world_size, arch=90, shape=shape)
-    built = compile_kernel(kernel, "sm_90a", f"--keep-ptx --keep-cubin --dump-dir {tmp_path}")
-    ptx = built.__ptx__
-    assert len(built.__cubin__) > 1000
-    assert ".local" not in ptx
+    kernel = Ring(dtype=dtype, op=op, world_size=plan.world_size, arch=ARCHITECTURES[arch], shape=shape)
+    ptx = ptx_of(kernel, arch, tmp_path)
     assert "st.release.sys.global.b32" in ptx
     assert "ld.acquire.sys.global.b32" in ptx
     assert "ld.relaxed.sys.global.v4.b32" in ptx

@@ -53,6 +53,12 @@ class AllReduceTwoShot(Reducing):
     vectors: int
     multimem: bool = False
 
+    @property
+    def min_ctas(self) -> int:
+        """An SM has at most one of a grid. The compiler, left alone, often makes room for more, and spills what it
+        holds of many ranks; of more than eight it would hold still more at once."""
+        return int(4 < self.world_size <= 8)
+
     def arguments(self) -> tuple[Any, ...]:
         """Placeholders for ``compile``."""
         return (Int64(0), Int64(0), Int32(0), Int64(0), Int64(0), Int64(0), Int32(1))
@@ -121,6 +127,11 @@ class AllReduceStaged(ReducingTensors):
     vectors: int
     chunk_bytes: int
     symmetric: bool
+
+    @property
+    def min_ctas(self) -> int:
+        """As in ``AllReduceTwoShot``; what goes on beside the reduction needs registers as well."""
+        return int(2 < self.world_size <= 8)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, source: Int64, result: Int64, count: Int64) -> None:

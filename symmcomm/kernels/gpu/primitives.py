@@ -23,6 +23,20 @@ from cutlass.cutlass_dsl import select_
 from symmcomm.schedule import layout_gpu as at
 
 _POLLS = 1024  # polls between two looks at the clock
+_COMPARE, _BITWISE = ("min", "max"), ("and", "or", "xor")
+_MULTIMEM_INTEGERS = {
+    "u32": ("add", *_COMPARE), "s32": ("add", *_COMPARE), "b32": _BITWISE,
+    "u64": ("add", *_COMPARE), "s64": _COMPARE, "b64": _BITWISE,
+}  # fmt: skip
+_MULTIMEM_ACCUMULATORS = {"f16x2": "f32", "bf16x2": "f32", "e4m3x4": "f16", "e5m2x4": "f16"}
+_MULTIMEM_OPS = {
+    "ld_reduce": {
+        **_MULTIMEM_INTEGERS, "f32": ("add",), "f64": ("add",),
+        **dict.fromkeys(_MULTIMEM_ACCUMULATORS, ("add", *_COMPARE)),
+    },
+    "red": {**_MULTIMEM_INTEGERS, **dict.fromkeys(("f32", "f64", "f16x2", "bf16x2"), ("add",))},
+}  # fmt: skip
+"""Types and their operations, as the tables of the PTX ISA have them: ``ptxas`` takes some more, which mean nothing."""
 
 
 def _qualifier(semantics: str, scope: str) -> str:
@@ -139,10 +153,15 @@ def multimem_ld_reduce(
 ) -> tuple[Any, ...]:
     """``num`` 32-bit words, each reduced over all ranks by the switch.
 
-    ``kind``: ``f32``, ``f16x2``, ``bf16x2``, ``e4m3x4``, ``e5m2x4`` (sm_100), or with ``num`` 1 ``u32``, ``s32``,
-    ``b32``; ``op``: ``add``, ``min``, ``max``, ``and``, ``or``, ``xor``; ``acc``: ``f32`` for 16-bit floats' ``add``,
-    ``f16`` for 8-bit ones.
+    ``kind``: ``f32`` (``add`` only), ``f16x2``, ``bf16x2``, ``e4m3x4``, ``e5m2x4`` (sm_100; ``add``, ``min``, ``max``),
+    or with ``num`` 1 ``u32``, ``s32`` (the same) and ``b32`` (``and``, ``or``, ``xor``); ``num``: 1, 2 or 4; ``acc``:
+    ``f32`` for 16-bit floats' ``add``, ``f16`` for 8-bit ones'. Raises ValueError if the ISA has no such instruction.
     """
+    _check_multimem("ld_reduce", kind, op, 32)
+    if num not in ((1, 2, 4) if kind == "f32" or kind in _MULTIMEM_ACCUMULATORS else (1,)):
+        raise ValueError(f"multimem.ld_reduce has no vectors of {num} {kind}")
+    if acc and (op != "add" or acc != _MULTIMEM_ACCUMULATORS.get(kind)):
+        raise ValueError(f"multimem.ld_reduce has no accumulator {acc} for {op} of {kind}")
     vector = "" if num == 1 else f".v{num}"
     precision = f".acc::{acc}" if acc else ""
     code = (
@@ -156,7 +175,9 @@ def multimem_ld_reduce(
 def multimem_ld_reduce_64(
     address: Any, kind: str, op: str, *, semantics: str = "relaxed", when: Any = None
 ) -> tuple[Any, Any]:
-    """One ``u64``, ``s64``, ``b64`` or ``f64`` reduced over all ranks by the switch, as its two words."""
+    """One value reduced over all ranks by the switch, as its two words: a ``u64`` (``add``, ``min``, ``max``), ``s64``
+    (``min``, ``max``), ``b64`` (``and``, ``or``, ``xor``) or ``f64`` (``add``)."""
+    _check_multimem("ld_reduce", kind, op, 64)
     code = f"multimem.ld_reduce{_qualifier(semantics, 'sys')}.global.{op}.{kind} {{$w0}}, [{{$r0}}];"
     type_ = cutlass.Float64 if kind == "f64" else Int64
     value = inline_ptx(code, write_only_types=[type_], read_only_args=[address], predicate=when)
@@ -164,17 +185,29 @@ def multimem_ld_reduce_64(
 
 
 def multimem_st(address: Any, words: Sequence[Any], *, semantics: str = "relaxed", when: Any = None) -> None:
-    """Stores one or four 32-bit words at that place on every rank."""
+    """Stores one, two or four 32-bit words at that place on every rank."""
     num = len(words)
+    if num not in (1, 2, 4):
+        raise ValueError(f"multimem.st has no vectors of {num} words")
     kind = "b32" if num == 1 else f"v{num}.f32"  # only float forms are vectors; the bits pass unchanged
     code = f"multimem.st{_qualifier(semantics, 'sys')}.global.{kind} [{{$r0}}], {_operands('r', num, 1)};"
     inline_ptx(code, read_only_args=[address, *words], predicate=when)
 
 
 def multimem_red(address: Any, value: Any, kind: str, op: str = "add", *, semantics: str = "release") -> None:
-    """Reduces ``value`` into that place on every rank; integer kinds take ``release``, which signals all at once."""
+    """Reduces ``value`` into that place on every rank; with ``release`` it signals all at once. ``kind``: of integers
+    and their ``op`` as above, or ``f32``, ``f64``, ``f16x2`` or ``bf16x2``, which are added; of the value's size."""
+    _check_multimem("red", kind, op, type(value).width)
     code = f"multimem.red{_qualifier(semantics, 'sys')}.global.{op}.{kind} [{{$r0}}], {{$r1}};"
     inline_ptx(code, read_only_args=[address, value])
+
+
+def _check_multimem(instruction: str, kind: str, op: str, width: int) -> None:
+    """Of an architecture that lacks a form ``ptxas`` says so itself."""
+    if op not in _MULTIMEM_OPS[instruction].get(kind, ()):
+        raise ValueError(f"multimem.{instruction} has no {op} of {kind}")
+    if width != (64 if kind.endswith("64") else 32):
+        raise ValueError(f"{kind} has {96 - width} bits, not {width}")
 
 
 def join(low: Any, high: Any) -> Any:

@@ -45,6 +45,7 @@ from symmcomm.kernels.gpu.reduce import Addresses, reduce_bytes, reduced_units, 
 from symmcomm.kernels.gpu.signatures import Reducing, ReducingTensors
 from symmcomm.kernels.gpu.staged import chunk_offset, run
 from symmcomm.kernels.gpu.sweep import first_unit, num_units, places
+from symmcomm.schedule.dtypes import Op
 from symmcomm.schedule.layout_gpu import Phase
 
 
@@ -91,6 +92,13 @@ class ReduceIncoming(Exchange):
     own_bytes: Any
     targets: tuple[Any, ...]
 
+    @property
+    def num_reduced(self) -> int:
+        """Vectors of each source that a thread reduces at once: ``vectors``, but few where numbers of 8 bytes are
+        divided, which takes registers of its own. For several targets, as in a push, there are enough."""
+        divides = self.reduction.op is Op.avg and self.reduction.dtype.itemsize == 8
+        return min(self.vectors, 2) if divides and len(self.targets) == 1 else self.vectors
+
     @cute.jit
     def take(self, chunk: Int32, number: Uint32, team: cutlass.Constexpr) -> None:
         """Reduces the CTA's chunk."""
@@ -101,7 +109,7 @@ class ReduceIncoming(Exchange):
             targets=tuple(target + at for target in self.targets),
         )
         size = clip(self.own_bytes - at, self.chunk_bytes)
-        reduce_bytes(self.reduction, where, size, team.index, Int64(team.num), self.vectors)
+        reduce_bytes(self.reduction, where, size, team.index, Int64(team.num), self.num_reduced)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ class PassOn:
         """``offset``: of the words in each rank's heap. ``found``: address of a row of words for each turn and hop;
         row 0, hop 0 becomes what the last barrier returned to each thread."""
         kernel = self.kernel(base, stride, rank, offset, found)
-        kernel.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+        kernel.launch(grid=(1, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)
 
     @cute.kernel
     def kernel(self, base: Int64, stride: Int64, rank: Int32, offset: Int64, found: Int64) -> None:

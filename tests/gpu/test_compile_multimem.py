@@ -18,13 +18,13 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Float64, Int64, Uint32, Uint64
 
-from symmcomm.kernels.gpu.primitives import (
+from symmcomm.kernels.gpu.multimem_instructions import (
     multimem_ld_reduce,
     multimem_ld_reduce_64,
     multimem_red,
     multimem_st,
-    store,
 )
+from symmcomm.kernels.gpu.primitives import store
 
 COMPARED, BITWISE = {"min", "max"}, {"and", "or", "xor"}
 INTEGERS = {

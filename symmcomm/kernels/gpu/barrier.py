@@ -42,10 +42,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
 from symmcomm.kernels.gpu.context import Context, begin, end, thread
+from symmcomm.kernels.gpu.multimem_instructions import multimem_red
 from symmcomm.kernels.gpu.primitives import (
     agree,
     load,
-    multimem_red,
     put_signal,
     reduce_add,
     signal,

@@ -14,7 +14,8 @@ from cutlass import Int64
 
 from symmcomm.kernels.gpu.context import Context
 from symmcomm.kernels.gpu.elements import load_vector, store_vector
-from symmcomm.kernels.gpu.primitives import multimem_st, pick
+from symmcomm.kernels.gpu.multimem_instructions import multimem_st
+from symmcomm.kernels.gpu.primitives import pick
 from symmcomm.kernels.gpu.sweep import places, sweep
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from symmcomm.kernels.gpu.elements import Reduction
-from symmcomm.kernels.gpu.primitives import multimem_ld_reduce, multimem_ld_reduce_64, multimem_st
+from symmcomm.kernels.gpu.multimem_instructions import multimem_ld_reduce, multimem_ld_reduce_64, multimem_st
 from symmcomm.schedule.dtypes import DType, Op
 
 

@@ -28,7 +28,8 @@ from cutlass.cute.arch import inline_ptx
 from symmcomm.kernels.gpu.access import Access
 from symmcomm.kernels.gpu.context import Context
 from symmcomm.kernels.gpu.elements import Reduction
-from symmcomm.kernels.gpu.primitives import multimem_st, pick, store
+from symmcomm.kernels.gpu.multimem_instructions import multimem_st
+from symmcomm.kernels.gpu.primitives import pick, store
 from symmcomm.kernels.gpu.team import Team, add, largest, tree
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.layout_gpu import VECTOR_BYTES

@@ -1,4 +1,5 @@
-"""Operations below CuTe's own, as PTX: loads and stores with semantics and scope, atomics, multicast, clocks, signals.
+"""Operations below CuTe's own, as PTX: loads and stores with semantics and scope, atomics, clocks, signals. Those that
+the NVLink switch carries out are in ``multimem_instructions``.
 
 Addresses are ``Int64`` in the global window. The names of semantics (``weak``, ``relaxed``, ``acquire``, ``release``)
 and scopes are the ISA manual's. A release store at system scope, read by an acquire load, makes all visible that
@@ -13,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import nvvm
@@ -23,28 +23,15 @@ from cutlass.cutlass_dsl import select_
 from symmcomm.schedule import layout_gpu as at
 
 _POLLS = 1024  # polls between two looks at the clock
-_COMPARE, _BITWISE = ("min", "max"), ("and", "or", "xor")
-_MULTIMEM_INTEGERS = {
-    "u32": ("add", *_COMPARE), "s32": ("add", *_COMPARE), "b32": _BITWISE,
-    "u64": ("add", *_COMPARE), "s64": _COMPARE, "b64": _BITWISE,
-}  # fmt: skip
-_MULTIMEM_ACCUMULATORS = {"f16x2": "f32", "bf16x2": "f32", "e4m3x4": "f16", "e5m2x4": "f16"}
-_MULTIMEM_OPS = {
-    "ld_reduce": {
-        **_MULTIMEM_INTEGERS, "f32": ("add",), "f64": ("add",),
-        **dict.fromkeys(_MULTIMEM_ACCUMULATORS, ("add", *_COMPARE)),
-    },
-    "red": {**_MULTIMEM_INTEGERS, **dict.fromkeys(("f32", "f64", "f16x2", "bf16x2"), ("add",))},
-}  # fmt: skip
-"""Types and their operations, as the tables of the PTX ISA have them: ``ptxas`` takes some more, which mean nothing."""
 
 
-def _qualifier(semantics: str, scope: str) -> str:
+def qualifier(semantics: str, scope: str) -> str:
     """``weak`` accesses and ``volatile`` ones have no scope."""
     return f".{semantics}" if semantics in ("weak", "volatile") else f".{semantics}.{scope}"
 
 
-def _operands(prefix: str, num: int, start: int = 0) -> str:
+def operands(prefix: str, num: int, start: int = 0) -> str:
+    """``num`` registers of ``inline_ptx``, as a vector if there are several."""
     listed = ", ".join(f"{{${prefix}{i}}}" for i in range(start, start + num))
     return listed if num == 1 else f"{{{listed}}}"
 
@@ -58,7 +45,7 @@ def load(
     and the values are undefined.
     """
     vector = "" if num == 1 else f".v{num}"
-    code = f"ld{_qualifier(semantics, scope)}.global{vector}.b{kind.width} {_operands('w', num)}, [{{$r0}}];"
+    code = f"ld{qualifier(semantics, scope)}.global{vector}.b{kind.width} {operands('w', num)}, [{{$r0}}];"
     loaded = inline_ptx(code, write_only_types=[kind] * num, read_only_args=[address], predicate=when)
     return (loaded,) if num == 1 else tuple(loaded)
 
@@ -69,7 +56,7 @@ def store(
     """Values of one 32- or 64-bit kind by one instruction; address aligned to all of them (at most 16 bytes)."""
     num, width = len(values), type(values[0]).width
     vector = "" if num == 1 else f".v{num}"
-    code = f"st{_qualifier(semantics, scope)}.global{vector}.b{width} [{{$r0}}], {_operands('r', num, 1)};"
+    code = f"st{qualifier(semantics, scope)}.global{vector}.b{width} [{{$r0}}], {operands('r', num, 1)};"
     inline_ptx(code, read_only_args=[address, *values], predicate=when)
 
 
@@ -93,7 +80,7 @@ def load_narrow(
     address: Any, num_bytes: int, *, semantics: str = "weak", scope: str = "sys", when: Any = None
 ) -> Any:
     """One or two bytes, zero-extended."""
-    code = f"ld{_qualifier(semantics, scope)}.global.u{8 * num_bytes} {{$w0}}, [{{$r0}}];"
+    code = f"ld{qualifier(semantics, scope)}.global.u{8 * num_bytes} {{$w0}}, [{{$r0}}];"
     return inline_ptx(code, write_only_types=[Uint32], read_only_args=[address], predicate=when)
 
 
@@ -101,7 +88,7 @@ def store_narrow(
     address: Any, value: Any, num_bytes: int, *, semantics: str = "weak", scope: str = "sys", when: Any = None
 ) -> None:
     """The low one or two bytes of a word."""
-    code = f"st{_qualifier(semantics, scope)}.global.u{8 * num_bytes} [{{$r0}}], {{$r1}};"
+    code = f"st{qualifier(semantics, scope)}.global.u{8 * num_bytes} [{{$r0}}], {{$r1}};"
     inline_ptx(code, read_only_args=[address, value], predicate=when)
 
 
@@ -146,68 +133,6 @@ def agree(flag: Any) -> Any:
     """CTA barrier of all threads; true on all if ``flag`` was on all."""
     kind = nvvm.BarrierReduxKind.AND
     return Boolean(nvvm.barrier_cta_red(Boolean(flag).ir_value(), Int32(0).ir_value(), kind, aligned=True))
-
-
-def multimem_ld_reduce(
-    address: Any, kind: str, op: str, *, num: int = 4, acc: str = "", semantics: str = "relaxed", when: Any = None
-) -> tuple[Any, ...]:
-    """``num`` 32-bit words, each reduced over all ranks by the switch.
-
-    ``kind``: ``f32`` (``add`` only), ``f16x2``, ``bf16x2``, ``e4m3x4``, ``e5m2x4`` (sm_100; ``add``, ``min``, ``max``),
-    or with ``num`` 1 ``u32``, ``s32`` (the same) and ``b32`` (``and``, ``or``, ``xor``); ``num``: 1, 2 or 4; ``acc``:
-    ``f32`` for 16-bit floats' ``add``, ``f16`` for 8-bit ones'. Raises ValueError if the ISA has no such instruction.
-    """
-    _check_multimem("ld_reduce", kind, op, 32)
-    if num not in ((1, 2, 4) if kind == "f32" or kind in _MULTIMEM_ACCUMULATORS else (1,)):
-        raise ValueError(f"multimem.ld_reduce has no vectors of {num} {kind}")
-    if acc and (op != "add" or acc != _MULTIMEM_ACCUMULATORS.get(kind)):
-        raise ValueError(f"multimem.ld_reduce has no accumulator {acc} for {op} of {kind}")
-    vector = "" if num == 1 else f".v{num}"
-    precision = f".acc::{acc}" if acc else ""
-    code = (
-        f"multimem.ld_reduce{_qualifier(semantics, 'sys')}.global.{op}{precision}{vector}.{kind} "
-        f"{_operands('w', num)}, [{{$r0}}];"
-    )
-    loaded = inline_ptx(code, write_only_types=[Uint32] * num, read_only_args=[address], predicate=when)
-    return (loaded,) if num == 1 else tuple(loaded)
-
-
-def multimem_ld_reduce_64(
-    address: Any, kind: str, op: str, *, semantics: str = "relaxed", when: Any = None
-) -> tuple[Any, Any]:
-    """One value reduced over all ranks by the switch, as its two words: a ``u64`` (``add``, ``min``, ``max``), ``s64``
-    (``min``, ``max``), ``b64`` (``and``, ``or``, ``xor``) or ``f64`` (``add``)."""
-    _check_multimem("ld_reduce", kind, op, 64)
-    code = f"multimem.ld_reduce{_qualifier(semantics, 'sys')}.global.{op}.{kind} {{$w0}}, [{{$r0}}];"
-    type_ = cutlass.Float64 if kind == "f64" else Int64
-    value = inline_ptx(code, write_only_types=[type_], read_only_args=[address], predicate=when)
-    return split(value.bitcast(Int64))
-
-
-def multimem_st(address: Any, words: Sequence[Any], *, semantics: str = "relaxed", when: Any = None) -> None:
-    """Stores one, two or four 32-bit words at that place on every rank."""
-    num = len(words)
-    if num not in (1, 2, 4):
-        raise ValueError(f"multimem.st has no vectors of {num} words")
-    kind = "b32" if num == 1 else f"v{num}.f32"  # only float forms are vectors; the bits pass unchanged
-    code = f"multimem.st{_qualifier(semantics, 'sys')}.global.{kind} [{{$r0}}], {_operands('r', num, 1)};"
-    inline_ptx(code, read_only_args=[address, *words], predicate=when)
-
-
-def multimem_red(address: Any, value: Any, kind: str, op: str = "add", *, semantics: str = "release") -> None:
-    """Reduces ``value`` into that place on every rank; with ``release`` it signals all at once. ``kind``: of integers
-    and their ``op`` as above, or ``f32``, ``f64``, ``f16x2`` or ``bf16x2``, which are added; of the value's size."""
-    _check_multimem("red", kind, op, type(value).width)
-    code = f"multimem.red{_qualifier(semantics, 'sys')}.global.{op}.{kind} [{{$r0}}], {{$r1}};"
-    inline_ptx(code, read_only_args=[address, value])
-
-
-def _check_multimem(instruction: str, kind: str, op: str, width: int) -> None:
-    """Of an architecture that lacks a form ``ptxas`` says so itself."""
-    if op not in _MULTIMEM_OPS[instruction].get(kind, ()):
-        raise ValueError(f"multimem.{instruction} has no {op} of {kind}")
-    if width != (64 if kind.endswith("64") else 32):
-        raise ValueError(f"{kind} has {96 - width} bits, not {width}")
 
 
 def join(low: Any, high: Any) -> Any:

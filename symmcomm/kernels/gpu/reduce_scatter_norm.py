@@ -26,8 +26,9 @@ from cutlass import Float32, Int32, Int64
 from symmcomm.kernels.gpu import multimem as switch
 from symmcomm.kernels.gpu.barrier import sync
 from symmcomm.kernels.gpu.context import Context, after_previous_kernel, begin, block, end, thread
+from symmcomm.kernels.gpu.multimem_instructions import multimem_st
 from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Rows, placeholders
-from symmcomm.kernels.gpu.primitives import multimem_st, opaque, pick
+from symmcomm.kernels.gpu.primitives import opaque, pick
 from symmcomm.kernels.gpu.team import Team
 from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.layout_gpu import VECTOR_BYTES, Layout, Phase

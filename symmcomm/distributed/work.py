@@ -80,6 +80,7 @@ class PendingWork(dist.Work):
         self.done, self.source = False, -1
         self.error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._given: torch.futures.Future[Any] | None = None  # what comes of it
         self._ended = False  # what finish() and get_future() agree on, under the lock
         self._over = threading.Lock()
         self._over.acquire()
@@ -106,10 +107,14 @@ class PendingWork(dist.Work):
     def settle(self) -> None:
         """Completes the future, which runs its callbacks."""
         assert self._future is not None
-        if self.error is None:
-            self._future.set_result(list(self.outputs))
-        else:
-            self._future.set_exception(self.error)
+        self._future.set_result(None)
+
+    def _outcome(self, _: object) -> list[torch.Tensor]:
+        """What ``then`` makes of the future. C++, as DDP's reducer, sees an error that is raised here; of one given to
+        ``set_exception`` it knows nothing, and would take it for tensors."""
+        if self.error is not None:
+            raise self.error
+        return list(self.outputs)
 
     def await_done(self, timeout_s: float) -> bool:
         """Blocks until another thread has ended the work. False: not within ``timeout_s``."""
@@ -150,12 +155,13 @@ class PendingWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Completed with the output tensors when the call is over."""
         with _futures_lock:
-            if self._future is not None:
-                return self._future
+            if self._given is not None:
+                return self._given
             self._future, ended = torch.futures.Future(), self._ended
+            self._given = given = self._future.then(self._outcome)
         if ended:
             self.settle()
-        return self._future
+        return given
 
 
 class GroupedWork(dist.Work):

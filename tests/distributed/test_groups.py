@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from datetime import timedelta
 from inspect import signature
@@ -216,3 +217,38 @@ def abort() -> None:
 
 def test_abort() -> None:
     run_ranks(abort, 2)
+
+
+def call_on_a_destroyed_group() -> None:
+    dist.init_process_group("symm")
+    group = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.destroy_process_group(group)
+    for later in (False, True):
+        with pytest.raises((RuntimeError, ValueError)):
+            group.allreduce([torch.ones(3)]) if later else dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_destroyed_group_refuses_calls() -> None:
+    run_ranks(call_on_a_destroyed_group, 2, timeout_s=40)
+
+
+def lose_a_peer_in_backward() -> str:
+    """In an iteration after the first ones, where the reducer's futures are all that meets the error."""
+    dist.init_process_group("symm")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    for _ in range(4):
+        model(torch.ones(2, 3)).sum().backward()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(2, 3)).sum().backward()
+    return str(error.value)
+
+
+def test_backward_raises_what_became_of_a_peer() -> None:
+    alive, _ = run_ranks(lose_a_peer_in_backward, 2, timeout_s=40, check=False)
+    assert alive.ok, alive.report()
+    assert "rank 1" in alive.value

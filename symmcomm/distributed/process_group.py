@@ -98,7 +98,6 @@ class SymmProcessGroup(dist.ProcessGroup):
 
     def do(self, call: Callable[..., object], *args: object) -> None:
         """Does ``call(comm, *args)`` here, after all calls that were made before. Collective if the call is."""
-        self._check_open()
         if self._lane.enter():
             try:
                 call(self.comm, *args)
@@ -107,12 +106,9 @@ class SymmProcessGroup(dist.ProcessGroup):
         else:
             self._later([], call, *args).wait()
 
-    def _check_open(self) -> None:
+    def _later(self, outputs: Sequence[Any], call: Callable[..., object], *args: object) -> PendingWork:
         if not self._open:
             raise ClosedError("the process group was destroyed")
-
-    def _later(self, outputs: Sequence[Any], call: Callable[..., object], *args: object) -> PendingWork:
-        self._check_open()
         work = PendingWork(self._lane, partial(self._beside, call, *args), outputs)
         self._lane.submit(work)
         return work

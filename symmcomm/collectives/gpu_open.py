@@ -41,9 +41,9 @@ def open_gpu(comm: Communicator, facts: Sequence[GpuFacts]) -> GpuCollectives:
     devices = decide_devices(facts, comm.settings.share_gpu)
     if not devices.works:
         raise DeviceError(devices.reason)
-    while (choice := decide_provider(facts, comm.settings.gpu_memory)).provider is not None:
-        from symmcomm.collectives.gpu import GpuCollectives  # needs CuTe DSL
+    from symmcomm.collectives.gpu import GpuCollectives  # needs CuTe DSL
 
+    while (choice := decide_provider(facts, comm.settings.gpu_memory)).provider is not None:
         try:
             gpu = GpuCollectives(comm, list(facts), choice)
             if comm.settings.check:

@@ -153,7 +153,8 @@ class PendingWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completed with the output tensors when the call is over."""
+        """Completed with the output tensors when the call is over; an error comes out as torch's RuntimeError, with its
+        text."""
         with _futures_lock:
             if self._given is not None:
                 return self._given

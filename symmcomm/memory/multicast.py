@@ -29,10 +29,8 @@ from symmcomm.env import Settings, multicast_vetoes
 from symmcomm.errors import SymmCommError
 from symmcomm.memory.cuda_driver import CudaDevice, call
 from symmcomm.memory.cuda_vmm import read_write
-from symmcomm.memory.heap import SymmetricHeap
+from symmcomm.memory.heap import AllGather, SymmetricHeap
 from symmcomm.schedule.topology_gpu import Attempt
-
-AllGather = Callable[[bytes], list[bytes]]
 
 
 def multicast_allowed(settings: Settings, attribute: int, environ: Mapping[str, str] | None = None) -> tuple[bool, str]:

@@ -71,13 +71,13 @@ def test_torchrun() -> None:
         PYTHONPATH,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2: torchrun store" for rank in range(2)]
+    # A rank writes its line and the line's end apart, so the launcher may join the ranks' lines.
+    assert sorted(re.findall(r"rank (\d) of 2: torchrun store", done.stdout)) == ["0", "1"]
 
 
 def test_mpirun(mpi: MPILaunch) -> None:
     done = mpi.run(3, 60)
     assert done.returncode == 0, done.stderr
-    # MPICH may join the ranks' lines.
     assert sorted(re.findall(rf"rank (\d) of 3: {mpi.name} v[\d.]+", done.stdout)) == ["0", "1", "2"]
 
 

@@ -32,7 +32,7 @@ from symmcomm.collectives.reduce_scatter import reduce_scatter_tensor
 from symmcomm.collectives.signals import swap_barrier, swap_signal
 from symmcomm.collectives.symmetric import empty, free, is_symmetric, locate, pool, register, rendezvous
 from symmcomm.env import Settings
-from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError
+from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, SymmCommError, retold
 from symmcomm.kernels import cpu
 from symmcomm.kernels.compile import compile_once
 from symmcomm.kernels.cpu import context as c
@@ -50,6 +50,7 @@ from symmcomm.watch import Watch
 if TYPE_CHECKING:
     from symmcomm.collectives.gpu import GpuCollectives
 
+_FORKED = "this communicator belongs to the parent process: a forked child must call init() anew"
 _CONCURRENT = "another thread is in a call on this communicator: give each thread its own by split()"
 
 
@@ -66,6 +67,7 @@ class Communicator:
         topology: what joins the ranks; topology_is_given: by the user, for their GPUs as well.
         ring_from: the rings it suggests, and the least bytes of input that they take.
         bootstrap_name: how the ranks found each other.
+        in_child: what a forked child calls, to refuse what is the parent's.
     """
 
     device, multicast_base = torch.device("cpu"), 0
@@ -123,7 +125,8 @@ class Communicator:
         self.heap_address, self.heap_bytes = self.heap.own_address, self.heap.stride
         self.signal_pad = self.layout.signal_pad
         self.gpu: GpuCollectives | None = None
-        self._failure: BaseException | None = None
+        self.in_child: list[Callable[[], None]] = []
+        self._failure: SymmCommError | None = None
         self._tables = threading.Lock()
         self._pages = [
             StatusPage(self.heap.base + peer * self.heap.stride + self.layout.status) for peer in range(world_size)
@@ -261,7 +264,7 @@ class Communicator:
         """Ends the communicator, if nothing has, by an error that no kernel of the host met, and tells the peers, so
         that they need not wait: this rank left a ``with`` block by an exception, or a kernel on the GPU gave up."""
         if self._failure is None and self.is_open:
-            self._failure = error
+            self._failure = retold(error)
             self._context[c.STATE] = c.FAILED
             self.watch.tell(error)
 
@@ -308,19 +311,20 @@ class Communicator:
     def fail(self, status: int) -> NoReturn:
         """Raises what a kernel's status stands for."""
         if status == c.STOPPED:
-            self._failure = self.watch.stop()
+            error = self.watch.stop()
+            self._failure = retold(error)
             if self.gpu is not None:
-                self.gpu.stop(self._failure)
-            raise self._failure
+                self.gpu.stop(error)
+            raise error
         if status == c.MISMATCH:
             raise explain(self)
         state = int(self._context[c.STATE])
         if state == c.FORKED:
-            raise ClosedError("this communicator belongs to the parent process: a forked child must call init() anew")
+            raise ClosedError(_FORKED)
         if state == c.CLOSED:
             raise ClosedError("the communicator is closed")
         if state == c.FAILED and self._failure is not None:
-            raise self._failure
+            raise retold(self._failure)
         raise ConcurrentCallError(_CONCURRENT)
 
 
@@ -331,8 +335,8 @@ def _after_fork() -> None:
     for comm in list(_open):
         comm._context[c.STATE] = c.FORKED
         comm.heap_bytes = 0
-        if comm.gpu is not None:
-            comm.gpu.leave_to_parent()
+        for leave_to_parent in comm.in_child:
+            leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -6,6 +6,8 @@ Errors about an argument also derive from the built-in a Python user expects (``
 
 from __future__ import annotations
 
+import copy
+
 
 class SymmCommError(Exception):
     """Base of all errors of symmcomm."""
@@ -114,3 +116,16 @@ class PeerDiedError(PeerError, ConnectionError):
 
     def __reduce__(self) -> tuple[type[PeerDiedError], tuple[object, ...]]:
         return type(self), (self.args[0], self.rank, self.pid)
+
+
+def retold(error: BaseException) -> SymmCommError:
+    """What calls raise after the one that ended with ``error``, and the communicator with it: a copy, which holds no
+    frames of callers and gathers none; and the name only of what is not an error of symmcomm, as KeyboardInterrupt."""
+    if isinstance(error, SymmCommError):
+        return copy.copy(error)
+    return ClosedError(f"the communicator is finished: a call was ended by {in_words(error)}")
+
+
+def in_words(error: BaseException) -> str:
+    """The error's type and, if it has one, its text."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -1,7 +1,8 @@
 """What a rank does while nothing arrives: looks at its peers and at the clock, and lets Ctrl-C in.
 
-A kernel that waits calls ``Watch.address`` every POLL_INTERVAL_NS. The answer 1 means go on; 0 means stop, and
-``error`` then holds what the call must raise.
+A kernel that waits calls ``Watch.address`` every POLL_INTERVAL_NS, and is told to go on or to stop; ``error`` then
+holds what the call must raise. What a signal handler raises in here, as Ctrl-C does, is told apart: the wait must not
+return as if nothing had been, though the peer has arrived in the meantime.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Generator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from symmcomm.errors import PeerAbortedError, PeerDiedError, PeerTimeoutError
+from symmcomm.errors import PeerAbortedError, PeerDiedError, PeerError, PeerTimeoutError, in_words
 from symmcomm.kernels.cpu import context as c
 from symmcomm.memory.status import Fate, Report, StatusPage
 
@@ -69,16 +70,16 @@ class Watch:
         self._poll.register(fd, select.POLLIN)
 
     def _answers(self) -> Generator[int, int, None]:
-        answer = 1
+        answer = c.GO_ON
         while True:
             try:
                 yield answer
                 self.error = self._look()
+                answer = c.GO_ON if self.error is None else c.STOP
             except GeneratorExit:
                 raise
             except BaseException as error:
-                self.error = error
-            answer = 0 if self.error is not None else 1
+                self.error, answer = error, c.RAISED
 
     def _look(self) -> BaseException | None:
         now = time.monotonic_ns()
@@ -110,7 +111,7 @@ class Watch:
             peer = following
         return peer
 
-    def _failure(self, awaited: int) -> BaseException | None:
+    def _failure(self, awaited: int) -> PeerError | None:
         """The first cause of trouble among the peers: a process that ended without a word before one that reports, and
         that before one that is awaited but has closed the communicator."""
         self._dead.update(self._peer_of_fd[fd] for fd, _ in self._poll.poll(0))
@@ -126,7 +127,7 @@ class Watch:
             return PeerAbortedError(f"rank {awaited} has closed the communicator", awaited)
         return None
 
-    def _passed_on(self, peer: int, report: Report) -> BaseException:
+    def _passed_on(self, peer: int, report: Report) -> PeerError:
         """The error that a peer reports, as this rank raises it."""
         if report.fate is Fate.PEER_DIED and report.culprit != self.rank:
             return PeerDiedError(f"{report.text} (reported by rank {peer})", report.culprit, report.culprit_pid)
@@ -147,14 +148,14 @@ class Watch:
         elif isinstance(error, PeerTimeoutError):
             report = Report(Fate.PEER_LATE, error.rank, 0, str(error))
         else:
-            report = Report(Fate.RAISED, self.rank, 0, f"{type(error).__name__}: {error}")
+            report = Report(Fate.RAISED, self.rank, 0, in_words(error))
         self.pages[self.rank].stop(report)
 
-    def cause(self, peer: int) -> BaseException | None:
+    def cause(self, peer: int) -> PeerError | None:
         """Why not to wait for ``peer``: somebody's process is gone, or somebody gave up; None if all is well."""
         return self._failure(peer)
 
-    def _unread(self) -> BaseException:
+    def _unread(self) -> PeerError:
         """Why a kernel stopped that was not told to: a peer's memory could not be read."""
         peer = int(self._context[c.WAIT_PEER])
         for _ in range(50):  # a process that is being killed loses its memory a moment before it is gone

@@ -38,6 +38,8 @@ from symmcomm.errors import (
     ExchangeError,
     MismatchError,
     PeerTimeoutError,
+    SymmCommError,
+    retold,
 )
 from symmcomm.memory.cuda_driver import CudaDevice, capturing
 from symmcomm.memory.cuda_ipc import IpcProvider
@@ -136,8 +138,9 @@ class GpuMemory:
         self.topology = comm.topology if comm.topology_is_given else gpu_topology(facts)
         self.ring_from = choose_from(self.topology)
         self.ring_tables: dict[tuple[object, ...], tuple[Plan, torch.Tensor]] = {}  # on the device, as long as the heap
-        self._failure: BaseException | None = None
+        self._failure: SymmCommError | None = None
         self._fill_state()
+        comm.in_child.append(self._leave_to_parent)
         self.extend_multicast()
 
     @property
@@ -319,7 +322,7 @@ class GpuMemory:
                 raise MismatchError(_describe(record))
             self._failure = self._error_of(record)
             self.comm.abandon(self._failure)
-        raise self._failure
+        raise retold(self._failure)
 
     def _forgive(self) -> bool:
         """Clears a complaint. False: a wait gave up since, so it stands; the record is still the complaint's."""
@@ -333,7 +336,7 @@ class GpuMemory:
         self._record.zero_()
         return True
 
-    def _error_of(self, record: Record) -> BaseException:
+    def _error_of(self, record: Record) -> SymmCommError:
         """What finishes the communicator: the disagreement, if one was recorded; else why a wait gave up, if the host
         knows more than that it took too long."""
         if record.phase == Phase.splits:
@@ -355,10 +358,8 @@ class GpuMemory:
         self._alarm.ring()
 
     def close(self, wait: bool) -> None:
-        """Gives the memory back, once the device is done. Collective if ``wait`` and nothing failed; see
+        """Gives the memory back, once the device is done. Once, and collective if ``wait`` and nothing failed; see
         ``Communicator.close``."""
-        if isinstance(self._failure, ClosedError):
-            return
         agree = self.comm.all_gather_bytes if wait and self._failure is None and self.comm.is_open else None
         try:
             torch.cuda.synchronize(self.device)
@@ -370,14 +371,13 @@ class GpuMemory:
                 self.multicast.close()
             self.heap.close(agree)
 
-    def leave_to_parent(self) -> None:
+    def _leave_to_parent(self) -> None:
         """In a forked child: refuses calls, and touches nothing of the parent's."""
-        self._word = ctypes.c_uint32(_STOPPED)
-        self._failure = ClosedError("this communicator belongs to the parent process")
+        self.stop(ClosedError("this communicator belongs to the parent process"))
 
     def stop(self, error: BaseException) -> None:
         """Refuses calls with this error from now on."""
-        self._failure = error
+        self._failure = retold(error)
         self._word = ctypes.c_uint32(_STOPPED)
 
 

@@ -26,9 +26,10 @@ def as_dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def settle(tensor: torch.Tensor, dense: torch.Tensor) -> None:
-    """Brings a result back that was made in ``as_dense(tensor)``, or in the parts of that."""
+    """Brings a result back that was made in ``as_dense(tensor)``, or in the parts of that. A communication is nothing
+    that gradients flow through: the tensor may be a parameter."""
     if dense is not tensor:
-        tensor.copy_(torch.view_as_complex(dense) if tensor.is_complex() and not dense.is_complex() else dense)
+        tensor.detach().copy_(torch.view_as_complex(dense) if tensor.is_complex() and not dense.is_complex() else dense)
 
 
 def parts(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +99,7 @@ def _all_gather_uneven(comm: Communicator, targets: Tensors, tensor: torch.Tenso
             f"tensor_list must have {comm.world_size} tensors of {tensor.dtype}, number {comm.rank} with "
             f"{tensor.numel()} elements; got {[(tuple(target.shape), target.dtype) for target in targets]}"
         )
-    own.copy_(tensor.view_as(own))
+    own.detach().copy_(tensor.view_as(own))
     for src, target in enumerate(targets):
         comm.broadcast(target, src)
 
@@ -147,7 +148,7 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, inputs: Tensors, op
         part = tensor.clone(memory_format=torch.contiguous_format)
         reduce(comm, part, dst, op)
         if comm.rank == dst:
-            output.copy_(part.view_as(output))
+            output.detach().copy_(part.view_as(output))
 
 
 def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, op: dist.ReduceOp) -> None:
@@ -179,3 +180,7 @@ def all_to_all_single(
     dense = as_dense(output)
     comm.all_to_all_single(dense, as_dense(tensor), output_split_sizes, input_split_sizes)
     settle(output, dense)
+
+
+def barrier(comm: Communicator, timeout_s: float | None) -> None:
+    comm.barrier(timeout_s=timeout_s)

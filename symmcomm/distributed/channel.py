@@ -16,7 +16,7 @@ from symmcomm.collectives.call import Kind, encode
 from symmcomm.collectives.mismatch import explain
 from symmcomm.communicator import Communicator
 from symmcomm.distributed.lane import FOREVER
-from symmcomm.errors import ClosedError, WaitTimeoutError
+from symmcomm.errors import ClosedError, SymmCommError, WaitTimeoutError, retold
 from symmcomm.kernels.cpu import context as c
 from symmcomm.memory.signals import NUM_MESSAGE_SLOTS
 from symmcomm.watch import Watch
@@ -57,6 +57,8 @@ class Channel:
     """The way of messages to a peer, and from it. Each direction is for one thread at a time; ``Lane`` sees to that."""
 
     def __init__(self, comm: Communicator, peer: int) -> None:
+        if comm.field(c.STATE) == c.FORKED:
+            comm.check_open()
         self.rank, self.world_size, self.peer = comm.rank, comm.world_size, peer
         self.heap, self.layout, self.kernels = comm.heap, comm.layout, comm.kernels
         fields = (ctypes.c_int64 * c.NUM_FIELDS).from_address(comm.ctx)
@@ -69,20 +71,24 @@ class Channel:
         self._context[c.POLL] = self.watch.address
         self._taken = ctypes.c_int64.from_address(comm.field(c.CHUNKS_TAKEN) + 8 * peer)
         self._queue = comm.heap.base + peer * comm.heap.stride + comm.layout.messages
-        self._failure: BaseException | None = None
+        self._failure: SymmCommError | None = None
+        comm.in_child.append(self._leave_to_parent)
 
     def field(self, number: int) -> int:
         """As ``Communicator.field``."""
         return int(self._context[number])
 
     def check_open(self) -> None:
-        """Raises after ``close`` and after a message was left half done."""
+        """Raises after ``close``, after a message was left half done, and in a forked child."""
         if self._failure is not None:
-            raise self._failure
+            raise retold(self._failure)
 
     def close(self) -> None:
         """Ends what waits and refuses what comes."""
         self.watch.interrupt = self._failure = ClosedError("the process group is destroyed")
+
+    def _leave_to_parent(self) -> None:
+        self._failure = ClosedError("this process group belongs to the parent process")
 
     def release(self) -> None:
         """Closes the descriptors; nothing runs any more."""
@@ -96,8 +102,9 @@ class Channel:
 
     def _check(self, status: int) -> None:
         if status == c.STOPPED:
-            self._failure = self._stopped()  # in the middle of a message: the channel is finished
-            raise self._failure
+            error = self._stopped()
+            self._failure = retold(error)  # in the middle of a message: the channel is finished
+            raise error
         if status != c.OK:
             raise explain(self)
 

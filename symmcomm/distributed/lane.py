@@ -7,6 +7,10 @@ waits before that thread has begun, the caller runs the queue up to its own call
 No wake-up is lost: the thread goes back to sleep when it finds the lane busy, and whoever leaves the lane looks at the
 queue after letting go of it.
 
+A signal handler may raise, as Ctrl-C does, just when a thread has taken the lane, or is about to let go of it. The lane
+then stays that thread's: it alone can take it again, and lets go of it all when it next leaves. A handler that makes a
+call while its own thread is in one takes the lane as well, and is refused by the communicator.
+
 Futures are completed after the lane is let go of, since callbacks may make calls and wait for them, as DDP's hooks do.
 If that happens while all threads of the lane are in callbacks, it gets another one.
 """
@@ -17,6 +21,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from queue import SimpleQueue
 
 from symmcomm.distributed.work import PendingWork
@@ -38,8 +43,9 @@ class Lane:
 
     def __init__(self, name: str, timeout_s: float = FOREVER) -> None:
         self.name, self.timeout_s = name, timeout_s
-        self.busy = threading.Lock()
+        self.busy = threading.RLock()
         self.try_enter = self.busy.acquire
+        self._is_mine: Callable[[], bool] = self.busy._is_owned  # type: ignore[attr-defined]  # as Condition has it
         self.pending: deque[PendingWork] = deque()
         self._wakeups: SimpleQueue[None] = SimpleQueue()
         self._signalled = False
@@ -60,7 +66,8 @@ class Lane:
 
     def leave(self) -> None:
         """Lets go of the lane."""
-        self.busy.release()
+        while self._is_mine():
+            self.busy.release()
         if self.pending or self._closed:
             self.wake()
         if self.ended:

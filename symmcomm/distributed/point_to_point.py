@@ -289,7 +289,7 @@ class Mailbox:
         self._any.close()
         for box in boxes:
             box.close()
-            box.busy.acquire()  # for good: nothing runs there any more
+            box.busy.acquire(timeout=self.timeout_s)  # nothing runs there any more
             box.channel.release()
 
 

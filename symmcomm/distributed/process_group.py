@@ -25,11 +25,13 @@ from symmcomm.bootstrap.store import StoreBootstrap
 from symmcomm.communicator import Communicator, init
 from symmcomm.distributed import calls
 from symmcomm.distributed.calls import NAMES
+from symmcomm.distributed.dynamo import run_eagerly
 from symmcomm.distributed.fallback import hand_over, open_nccl, register_gloo
 from symmcomm.distributed.gpu import GpuCalls
 from symmcomm.distributed.lane import Lane
 from symmcomm.distributed.monitored import monitored_barrier
 from symmcomm.distributed.point_to_point import Mailbox
+from symmcomm.distributed.profiling import ending
 from symmcomm.distributed.work import FINISHED, GroupedWork, PendingWork
 from symmcomm.env import Settings
 from symmcomm.errors import ArgumentError, ClosedError, DTypeError
@@ -51,6 +53,7 @@ def _only(tensors: Sequence[Any], name: str) -> Any:
     return tensors[0]
 
 
+@run_eagerly
 class SymmProcessGroup(dist.ProcessGroup):
     """A group of ranks of one host, with a communicator of its own. Made by torch; collective.
 
@@ -89,6 +92,7 @@ class SymmProcessGroup(dist.ProcessGroup):
         self._num_monitored = 0
         self._coalesced: list[dist.Work] | None = None
         self._open = True
+        self.comm.in_child.append(self._leave_to_parent)
         # Rank 0 may serve the store, at an address that is free again only when nothing holds it: gloo, which takes
         # its time to end, gets a connection of its own. Else a world that is made anew there meets the old store.
         self._fallback_store: Store | None = store.clone() if is_default else store  # type: ignore[attr-defined]
@@ -108,6 +112,7 @@ class SymmProcessGroup(dist.ProcessGroup):
 
     def _later(self, outputs: Sequence[Any], call: Callable[..., object], *args: object) -> PendingWork:
         if not self._open:
+            self.comm.check_open()
             raise ClosedError("the process group was destroyed")
         work = PendingWork(self._lane, partial(self._beside, call, *args), outputs)
         self._lane.submit(work)
@@ -132,9 +137,7 @@ class SymmProcessGroup(dist.ProcessGroup):
         with record_function(f"symm:{call.__name__.lstrip('_')}") as event:  # until the call ends, as gloo has them
             if opts is not None and not opts.asyncOp:
                 return self._dispatch(where, opts, outputs, call, *args)
-            ended: torch.futures.Future[None] = torch.futures.Future()
-            event._call_end_callbacks_on_future(ended)
-            return self._dispatch(where, opts, outputs, _ending(call, ended), *args)
+            return self._dispatch(where, opts, outputs, ending(event, call), *args)
 
     def _dispatch(
         self, where: torch.Tensor | None, opts: Any, outputs: Sequence[Any], call: Callable[..., object], *args: object
@@ -314,7 +317,7 @@ class SymmProcessGroup(dist.ProcessGroup):
         if self._gpu.settle():
             return FINISHED
         timeout_s = opts.timeout.total_seconds() if opts is not None and opts.timeout > timedelta(0) else None
-        return self._run(None, opts, [], _barrier, timeout_s)
+        return self._run(None, opts, [], calls.barrier, timeout_s)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """See ``monitored``. ``timeout`` as a number is in seconds; by default it is the group's."""
@@ -364,10 +367,14 @@ class SymmProcessGroup(dist.ProcessGroup):
         self._store = self._fallback_store = None
         self._mailbox.close()
         self._lane.close()
-        self._lane.busy.acquire()  # for good
+        self._lane.busy.acquire(timeout=self._timeout_s)  # a call that still runs finds the communicator closed
         self.comm.close(wait=False)
         if self._nccl is not None:
             self._nccl.shutdown()
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: nothing is to be waited for, and nothing to be given back."""
+        self._open = False
 
     def abort(self) -> None:
         """As ``shutdown``, but what runs ends with ClosedError, and kernels that wait end at once."""
@@ -379,20 +386,3 @@ class SymmProcessGroup(dist.ProcessGroup):
 
 def _goes_by_mail(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.layout is torch.strided
-
-
-def _ending(call: Callable[..., object], ended: torch.futures.Future[None]) -> Callable[..., object]:
-    """The call, with the end of its event as a part of it: whoever waits for the call may then stop the profiler, whose
-    memory the event is."""
-
-    def run(*args: object) -> None:
-        try:
-            call(*args)
-        finally:
-            ended.set_result(None)
-
-    return run
-
-
-def _barrier(comm: Communicator, timeout_s: float | None) -> None:
-    comm.barrier(timeout_s=timeout_s)

@@ -109,6 +109,13 @@ def beyond_gloo() -> None:
     dist.reduce_scatter(output, inputs)
     assert output.tolist() == [size * (size - 1) / 2] * (rank + 1)
 
+    parameter = torch.nn.Parameter(torch.full((2, 3, 4, 5), float(rank)).to(memory_format=torch.channels_last))
+    dist.broadcast(parameter, size - 1)
+    assert (parameter == size - 1).all()
+    parameters = [torch.nn.Parameter(torch.zeros(peer + 1, 2).t()) for peer in range(size)]
+    dist.all_gather(parameters, torch.full((2, rank + 1), float(rank)))
+    assert all((part == peer).all() for peer, part in enumerate(parameters))
+
     outputs = [torch.zeros(peer + 2 * rank) for peer in range(size)]
     dist.all_to_all(outputs, [torch.full((rank + 2 * peer,), float(rank)) for peer in range(size)])
     assert all((part == peer).all() for peer, part in enumerate(outputs))

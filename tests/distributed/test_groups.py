@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from inspect import signature
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symmcomm import PeerAbortedError
+from symmcomm import ClosedError, PeerAbortedError
 from symmcomm.testing.spawn import run_ranks
 
 
@@ -252,3 +253,38 @@ def test_backward_raises_what_became_of_a_peer() -> None:
     alive, _ = run_ranks(lose_a_peer_in_backward, 2, timeout_s=40, check=False)
     assert alive.ok, alive.report()
     assert "rank 1" in alive.value
+
+
+def forked(used: bool) -> None:
+    """A child must not write into the queues that it shares with the parent and its peers."""
+    dist.init_process_group("symm")
+    rank, tensor = dist.get_rank(), torch.ones(3)
+    if used:
+        dist.isend(tensor, 1 - rank)
+        dist.recv(tensor, 1 - rank)
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (dist.send, dist.recv, dist.isend, dist.irecv):
+            try:
+                (call(torch.full((3,), 99.0), 1 - rank) or dist.Work()).wait()
+            except ClosedError as error:
+                refused += "belongs to the parent" in str(error)
+        for call in (dist.all_reduce, partial(dist.all_reduce, async_op=True), partial(dist.broadcast, src=0)):
+            try:
+                (call(torch.full((3,), 99.0)) or dist.Work()).wait()
+            except ClosedError as error:
+                refused += "belongs to the parent" in str(error)
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    dist.barrier()
+    dist.isend(tensor.fill_(rank), 1 - rank)
+    dist.recv(tensor, 1 - rank)
+    assert tensor.tolist() == [1 - rank] * 3
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_forked_child_is_refused(used: bool) -> None:
+    run_ranks(forked, 2, used, timeout_s=40)

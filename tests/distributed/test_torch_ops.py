@@ -218,3 +218,36 @@ def compiled_dist() -> None:
 
 def test_compiled_torch_distributed() -> None:
     run_ranks(compiled_dist, 2, timeout_s=120)
+
+
+def compiled_with_breaks() -> None:
+    """What has no functional form is called between compiled graphs, as on the groups that torch comes with."""
+    dist.init_process_group("symm")
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x + rank
+        dist.broadcast(y, 1)
+        dist.barrier()
+        z = y * (rank + 1)
+        dist.reduce(z, 0)
+        got = torch.zeros_like(x)
+        if rank == 0:
+            dist.send(z + 1, 1)
+        else:
+            dist.recv(got, 0)
+        work = dist.all_gather_into_tensor(torch.zeros(size * 3), got, async_op=True)
+        work.wait()
+        parts = [torch.zeros(3) for _ in range(size)]
+        dist.gather(got, parts if rank == 0 else None)
+        return parts[1] * 2
+
+    x = torch.arange(3.0)
+    compiled = torch.compile(function, backend="aot_eager")
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), function(x))
+    dist.destroy_process_group()
+
+
+def test_compiled_with_graph_breaks() -> None:
+    run_ranks(compiled_with_breaks, 2, timeout_s=120)

@@ -131,9 +131,10 @@ def ddp_join() -> Results:
     return [whole(parameter) for parameter in module.parameters()]
 
 
-def sync_batch_norm_buffers() -> Results:
+def sync_batch_norm_buffers(compiled: bool = False) -> Results:
     module = DistributedDataParallel(seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))))
-    return train(module, torch.optim.SGD(module.parameters(), lr=0.1)) + [whole(b) for b in module.buffers()]
+    trained = torch.compile(module, backend="aot_eager") if compiled else module
+    return train(trained, torch.optim.SGD(module.parameters(), lr=0.1)) + [whole(b) for b in module.buffers()]
 
 
 def fsdp(mixed: bool = False) -> Results:
@@ -309,6 +310,7 @@ SCENARIOS: dict[str, Callable[[], Results]] = {
     "ddp, PowerSGD hook": lambda: ddp("powersgd"),
     "ddp, join": ddp_join,
     "ddp, buffers": sync_batch_norm_buffers,
+    "ddp, compiled": lambda: sync_batch_norm_buffers(compiled=True),
     "fsdp": fsdp,
     "fsdp, mixed precision": lambda: fsdp(mixed=True),
     "fsdp, hybrid": hybrid,

@@ -31,7 +31,8 @@ receiver. A sender that is early waits for the 0, so it is safe back to back as 
 **Waiting** costs little while ranks have a core each (spin) and lets others run when they do not (yield, then sleep in
 a futex). Lost wake-ups: the sleeper raises ``sleepers`` before it looks at the epoch again, the signaller stores the
 epoch, fences, and then looks at ``sleepers``; whichever came second sees the other. A sleep is bounded, and each time
-nothing came the rank asks ``POLL`` (deadline, dead peers, Ctrl-C) whether to go on.
+nothing came the rank asks ``POLL`` (deadline, dead peers, Ctrl-C) whether to go on. If not, it looks once more, as a
+peer may signal and only then leave; but what a signal handler of its own raised must not be lost.
 """
 
 from __future__ import annotations
@@ -113,8 +114,10 @@ def wait(ctx: int, word: int, epoch: int, peer: int) -> bool:
         if reached(word, epoch):
             show_waiting(ctx, 0)
             return True
-        if woken != 0 and call_1(c.get(ctx, c.POLL), ctx) == 0:
-            return reached(word, epoch)  # a peer may signal and only then leave
+        if woken != 0:
+            answer = call_1(c.get(ctx, c.POLL), ctx)
+            if answer != c.GO_ON:
+                return answer == c.STOP and reached(word, epoch)
 
 
 @njit(cache=True, nogil=True)
@@ -234,8 +237,9 @@ def swap(ctx: int, word: int, before: int, after: int, peer: int) -> bool:
             note_wait(ctx, word, before, peer)
         if tries % 1024 == 0:
             futex_wait(word, after, 1_000_000)
-            if call_1(c.get(ctx, c.POLL), ctx) == 0:
-                return compare_and_swap(word, before, after) == before
+            answer = call_1(c.get(ctx, c.POLL), ctx)
+            if answer != c.GO_ON:
+                return answer == c.STOP and compare_and_swap(word, before, after) == before
     if tries > spins:
         show_waiting(ctx, 0)
     return True

@@ -38,6 +38,8 @@ IN_OPENING, IN_VOTES, AS_SENDER, AS_RECEIVER = 0, 1, 2, 3  # lines of the barrie
 OPEN, IN_CALL, CLOSED, FAILED, FORKED = 0, 1, 2, 3, 4  # values of STATE
 OK, STOPPED, MISMATCH, REFUSED = 0, 1, 2, 3  # what a kernel returns; STOPPED: a wait, by POLL; REFUSED: not OPEN
 
+STOP, GO_ON, RAISED = 0, 1, -1  # what POLL answers; RAISED: this rank itself, as Ctrl-C does, and the call must raise
+
 TILE_ELEMENTS = 2048
 """Accumulators that a reduction of more than two sources keeps in the first-level cache."""
 

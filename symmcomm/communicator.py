@@ -250,6 +250,7 @@ class Communicator:
             self._pages[self.rank].stop(Report(Fate.CLOSED, -1, 0, ""))
         self.watch.close()
         self.heap.close()
+        self.in_child.clear()
         _open.discard(self)
 
     def __enter__(self) -> Self:

@@ -36,6 +36,9 @@ class StoreBootstrap:
     Args:
         store: shared by exactly the ranks ``0..world_size-1``; they make their bootstraps in the same order.
         serves: this process is the store's server, which must not leave before the others have read.
+
+    Attributes:
+        prefix: of its keys, which no other bootstrap on this store has.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str, serves: bool = False) -> None:
@@ -43,7 +46,7 @@ class StoreBootstrap:
         self._store, self._serves = store, serves
         with _store_errors(name):
             number = store.add(f"symmcomm/bootstraps/{rank}", 1)
-        self._prefix, self._num_gathers = f"symmcomm/{number}", 0
+        self.prefix, self._num_gathers = f"symmcomm/{number}", 0
 
     def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
         """See :class:`symmcomm.bootstrap.Bootstrap`. Payloads above 4 MiB go in chunks."""
@@ -65,8 +68,8 @@ class StoreBootstrap:
     def _gather(self, value: bytes, deadline: float, timeout_s: float) -> list[bytes]:
         """One value a rank, each below the store's limit."""
         self._num_gathers += 1
-        keys = [f"{self._prefix}/{self._num_gathers}/{rank}" for rank in range(self.world_size)]
-        read = f"{self._prefix}/{self._num_gathers}/read"
+        keys = [f"{self.prefix}/{self._num_gathers}/{rank}" for rank in range(self.world_size)]
+        read = f"{self.prefix}/{self._num_gathers}/read"
         self._store.set(keys[self.rank], value)  # type: ignore[arg-type]  # the stub knows str only
         for _ in _pauses(deadline):
             if self._store.check(keys):

@@ -12,6 +12,7 @@ caching allocator is told of the second stream, so that tensors may be dropped a
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -87,13 +88,13 @@ class GpuCalls:
     """Calls of one group on GPU tensors."""
 
     def __init__(self, group: SymmProcessGroup) -> None:
-        self._group = group
+        self._group, self._comm = weakref.proxy(group), group.comm  # a destroyed group closes its sockets at once
         self._stream: torch.cuda.Stream | None = None
         self._refused = False
 
     def opens(self, device: torch.device) -> bool:
         """Whether the group has kernels for GPUs; collective when it is first asked."""
-        if self._group.comm.gpu is not None:
+        if self._comm.gpu is not None:
             return True
         if not self._refused:
             if torch.cuda.is_current_stream_capturing():
@@ -121,20 +122,20 @@ class GpuCalls:
 
     def start(self, outputs: Sequence[Any], call: Callable[..., object], *args: object) -> GpuWork:
         """Launches ``call(comm, *args)`` beside the current stream, behind what is in it."""
-        gpu = self._group.comm.gpu_side
+        gpu = self._comm.gpu_side
         streams, stream = gpu.streams, self._stream
         if stream is None:
             stream = torch.cuda.Stream(gpu.device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
             self._stream = stream
         streams.order(stream, streams.current())
-        streams.run_on(stream, call, self._group.comm, *args)
+        streams.run_on(stream, call, self._comm, *args)
         _keep(args, stream)
         return GpuWork(gpu, stream, outputs)
 
     def settle(self) -> bool:
         """For a barrier: lets the host wait for the current stream. In a capture, where it cannot, puts a barrier of
         the GPUs there instead, and returns True."""
-        gpu = self._group.comm.gpu
+        gpu = self._comm.gpu
         if gpu is None:
             return False
         with torch.cuda.device(gpu.device):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled
-from torch._C._distributed_c10d import AllreduceOptions, Store
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, Store
 from torch.profiler import record_function
 
 from symmcomm.bootstrap.store import StoreBootstrap
@@ -95,7 +95,9 @@ class SymmProcessGroup(dist.ProcessGroup):
         self.comm.in_child.append(self._leave_to_parent)
         # Rank 0 may serve the store, at an address that is free again only when nothing holds it: gloo, which takes
         # its time to end, gets a connection of its own. Else a world that is made anew there meets the old store.
-        self._fallback_store: Store | None = store.clone() if is_default else store  # type: ignore[attr-defined]
+        # What a world left in the launcher's store must not meet the next one either, hence the prefix.
+        own = store.clone() if is_default else store  # type: ignore[attr-defined]
+        self._fallback_store: Store | None = PrefixStore(bootstrap.prefix, own)
         register_gloo(self, self._fallback_store, timeout_s)
 
     # Running calls.

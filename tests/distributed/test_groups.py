@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+import weakref
 from datetime import timedelta
 from functools import partial
 from inspect import signature
@@ -288,3 +289,28 @@ def forked(used: bool) -> None:
 @pytest.mark.parametrize("used", [False, True])
 def test_a_forked_child_is_refused(used: bool) -> None:
     run_ranks(forked, 2, used, timeout_s=40)
+
+
+def on_one_store() -> None:
+    """As under torchrun, whose store outlives the worlds that are made on it, and their groups of the same names."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0)
+    gc.disable()
+    for number in range(4):
+        dist.init_process_group("symm", store=store, rank=rank, world_size=size)
+        for group in (dist.group.WORLD, dist.new_group([0, 1])):
+            tensor = torch.full((3,), float(number))
+            dist.all_reduce(tensor, group=group)
+            parts = [None] * size
+            dist.all_gather_object(parts, (number, rank), group=group)
+            assert parts == [(number, peer) for peer in range(size)]
+            sparse = torch.ones(3).to_sparse()
+            dist.all_reduce(sparse, group=group)  # by gloo, which finds its peers by the store too
+            assert sparse.to_dense()[0] == size
+        group = weakref.ref(dist.group.WORLD)
+        dist.destroy_process_group()
+        assert group() is None, "its sockets are open until garbage is collected"
+
+
+def test_worlds_on_one_store() -> None:
+    run_ranks(on_one_store, 2, timeout_s=60)

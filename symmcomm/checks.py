@@ -16,8 +16,10 @@ class Ranked(Protocol):
 
 def check_rank(ranks: Ranked, rank: object, name: str) -> None:
     """Raises ArgumentError unless ``rank`` is one of ``ranks``."""
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks.world_size:
-        raise ArgumentError(f"{name}={rank!r} is not a rank of this communicator (0..{ranks.world_size - 1})")
+    is_int = isinstance(rank, int) and not isinstance(rank, bool)
+    if not is_int or not 0 <= rank < ranks.world_size:  # type: ignore[operator]
+        what = "" if is_int else f": it is of type {type(rank).__name__}"
+        raise ArgumentError(f"{name}={rank!r} is not a rank of this communicator (0..{ranks.world_size - 1}){what}")
 
 
 def check_timeout(timeout_s: object, name: str = "timeout_s") -> None:

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from symmcomm import __version__
 from symmcomm import doctor as doctors
 from symmcomm.bench import tune as tuning
 from symmcomm.bench.case import Case, Collective, cases
@@ -62,6 +63,21 @@ app = typer.Typer(
     help="Collectives over symmetric memory: benchmark, diagnosis, schedules.", no_args_is_help=True,
     pretty_exceptions_show_locals=False, add_completion=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"symmcomm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()

@@ -34,7 +34,7 @@ from symmcomm.collectives.symmetric import empty, free, is_symmetric, locate, po
 from symmcomm.env import Settings
 from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, SymmCommError, retold
 from symmcomm.kernels import cpu
-from symmcomm.kernels.compile import compile_once
+from symmcomm.kernels.compile import PATIENCE_S, compile_once
 from symmcomm.kernels.cpu import context as c
 from symmcomm.memory.exchange import DescriptorExchange
 from symmcomm.memory.heap import SymmetricHeap
@@ -386,7 +386,7 @@ def init(
         single_copy = agree_on_reading(rank, settings.single_copy, all_gather)
         if rank == 0:
             compile_once(cpu.load)  # fills Numba's cache for the others
-        all_gather(b"kernels are compiled")
+        bootstrap.all_gather(b"kernels are compiled", max(timeout_s, PATIENCE_S))
         comm = Communicator(
             rank, world_size, all_gather, settings, num_cores, single_copy, bootstrap.name, joined,
             bool(topology or settings.topology),

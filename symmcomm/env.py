@@ -37,7 +37,7 @@ def parse_bytes(text: str) -> int:
 def _parse_bool(text: str) -> bool:
     if text.strip().lower() in ("1", "true", "yes", "on"):
         return True
-    if text.strip().lower() in ("", "0", "false", "no", "off"):
+    if text.strip().lower() in ("0", "false", "no", "off"):
         return False
     raise ArgumentError(f"{text!r} is not a boolean: expected 0 or 1")
 
@@ -140,7 +140,7 @@ class Settings:
         values = {}
         for f in fields(cls):
             text = environ.get(f.metadata["name"])
-            if text is None:
+            if not text:  # as if it were not set
                 continue
             try:
                 values[f.name] = f.metadata["parse"](text)

@@ -12,7 +12,6 @@ from symmcomm.env import MAX_TIMEOUT_S, parse_bytes
 
 BAD = [
     ("SYMMCOMM_TIMEOUT_S", "soon", "not a number of seconds"),
-    ("SYMMCOMM_TIMEOUT_S", "", "not a number of seconds"),
     ("SYMMCOMM_TIMEOUT_S", "0", "not a positive number of seconds"),
     ("SYMMCOMM_TIMEOUT_S", "nan", "not a positive number of seconds"),
     ("SYMMCOMM_TIMEOUT_S", "inf", "more than 2000000 seconds"),
@@ -35,6 +34,11 @@ BAD = [
 def test_bad_value(name: str, text: str, words: str) -> None:
     with pytest.raises(ArgumentError, match=f"{name}: '{text}' is {words}"):
         Settings.from_env({name: text})
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in Settings().variables()])
+def test_empty_is_as_unset(name: str) -> None:
+    assert Settings.from_env({name: ""}) == Settings()
 
 
 def test_largest_time_fits_what_waits() -> None:

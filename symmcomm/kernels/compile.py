@@ -14,7 +14,8 @@ from symmcomm.kernels.lock import alone
 T = TypeVar("T")
 
 _PACKAGE = Path(__file__).parents[1]
-_PATIENCE_S = 300.0  # for another process, which may compile all that every program needs
+PATIENCE_S = 300.0
+"""For another process, which may compile all that every program needs."""
 
 
 def _lock_path() -> Path:
@@ -33,7 +34,7 @@ def cache_folder() -> Path:
 def compile_once(compile_: Callable[[], T]) -> T:
     """Runs a cached compilation while no other process of this user does: ranks that start together would otherwise
     all compile the same function at the same time."""
-    with alone(_lock_path(), _PATIENCE_S):
+    with alone(_lock_path(), PATIENCE_S):
         _drop_stale_cache()
         return compile_()
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import symmcomm
-from symmcomm import ArgumentError, ClosedError, Communicator, ConcurrentCallError
+from symmcomm import ArgumentError, ClosedError, Communicator, ConcurrentCallError, communicator
+from symmcomm.kernels.compile import compile_once
 from symmcomm.testing.spawn import run_ranks
 
 # Split.
@@ -337,3 +338,20 @@ def run_child(comm: Communicator, tensor: torch.Tensor) -> int:
 
 def test_fork_after_init() -> None:
     run_ranks(fork_after_init, 2)
+
+
+# Compilation.
+
+
+def compile_longer_than_a_wait_may_take() -> None:
+    def slowly(compile_: Callable[[], object]) -> object:
+        time.sleep(2.5)
+        return compile_once(compile_)
+
+    communicator.compile_once = slowly  # type: ignore[assignment]
+    with symmcomm.init() as comm:
+        comm.barrier()
+
+
+def test_compilation_is_no_wait_for_a_peer() -> None:
+    run_ranks(compile_longer_than_a_wait_may_take, 2, env={"SYMMCOMM_TIMEOUT_S": "1"})

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from functools import wraps
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from symmcomm.errors import PeerError, PeerTimeoutError, WaitTimeoutError
 
@@ -66,26 +63,3 @@ def _comes(mailbox: Mailbox, peer: int, number: int, deadline: float) -> bool:
         return mailbox.receive(token, peer, number, internal=True).wait(timedelta(seconds=left_s))
     except (WaitTimeoutError, PeerError):
         return False
-
-
-def install() -> None:
-    """Lets ``torch.distributed.monitored_barrier`` reach a symm group: it turns away all backends but gloo by name."""
-    original = distributed_c10d.monitored_barrier
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @wraps(original)
-    def wrapper(
-        group: dist.ProcessGroup | None = None,
-        timeout: timedelta | float | None = None,
-        wait_all_ranks: bool = False,
-    ) -> None:
-        from symmcomm.distributed.process_group import SymmProcessGroup
-
-        used = dist.group.WORLD if group is None else group
-        if isinstance(used, SymmProcessGroup):
-            used.monitored_barrier(timeout, wait_all_ranks)
-        else:
-            original(group, timeout, wait_all_ranks)
-
-    distributed_c10d.monitored_barrier = dist.monitored_barrier = wrapper

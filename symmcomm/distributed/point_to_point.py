@@ -281,6 +281,12 @@ class Mailbox:
         else:
             lane.wake()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long waits without a time limit of their own last from now on."""
+        self.timeout_s = timeout_s
+        for lane in (self._any, *self._inboxes.values(), *self._outboxes.values()):
+            lane.timeout_s = timeout_s
+
     def close(self) -> None:
         """Ends what waits with ClosedError, and the threads."""
         boxes: list[Inbox | Outbox] = [*self._inboxes.values(), *self._outboxes.values()]

@@ -357,7 +357,8 @@ class SymmProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Deadline of the waits from now on."""
-        self._timeout_s = self.comm.watch.timeout_s = self._mailbox.timeout_s = timeout.total_seconds()
+        self._timeout_s = self.comm.watch.timeout_s = timeout.total_seconds()
+        self._mailbox.set_timeout(self._timeout_s)
         if self.comm.gpu is not None:
             self.comm.gpu.set_timeout(self._timeout_s)
 

@@ -34,11 +34,10 @@ def register() -> None:
 
 
 def _create(options: _DistributedBackendOptions, _: object) -> SymmProcessGroup:
-    from symmcomm.distributed import batches, monitored, norm_ops, torch_ops  # noqa: F401  # register torch.ops.symmcomm
+    from symmcomm.distributed import norm_ops, torch_functions, torch_ops  # noqa: F401  # register torch.ops.symmcomm
     from symmcomm.distributed.process_group import SymmProcessGroup
 
-    monitored.install()
-    batches.install()
+    torch_functions.install()
     return SymmProcessGroup(
         options.store,
         options.group_rank,

@@ -149,6 +149,29 @@ def test_time_out() -> None:
     run_ranks(time_out, 2)
 
 
+def later_time_out() -> None:
+    """As training frameworks shorten it after the first step."""
+    dist.init_process_group("symm")
+    dist.barrier()
+    group = dist.new_group([0, 1])
+    dist.isend(torch.ones(3), 1 - dist.get_rank(), group=group)
+    dist.recv(torch.ones(3), 1 - dist.get_rank(), group=group)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+    started = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerTimeoutError, match="rank 1 did not arrive within 1 s"):
+            dist.all_reduce(torch.ones(3), group=group)
+        with pytest.raises(WaitTimeoutError):
+            dist.recv(torch.ones(3), 1, group=group)
+        assert 1.9 < time.monotonic() - started < 4
+    dist.barrier()  # of the other group, whose deadline is as it was
+    dist.destroy_process_group()
+
+
+def test_later_time_out() -> None:
+    run_ranks(later_time_out, 2)
+
+
 def barrier_time_out() -> None:
     dist.init_process_group("symm")
     if dist.get_rank() == 0:

@@ -125,7 +125,7 @@ def fused_makers(
     if shape is not None:
         makers |= {"fused": partial(fused, problem, shape), "fused pdl": partial(fused, problem, shape, pdl=True)}
     staged = select_norm.staged_shape(tokens, hidden, DType.bfloat16, rank.world_size, num_sms())
-    if shape is not None and shape.form is Form.ll and tokens >= 64 and staged is not None:
+    if shape is not None and shape.form is Form.lamport and tokens >= 64 and staged is not None:
         makers["fused staged"] = partial(fused, problem, staged)
     scattered = chosen_shape(tokens, hidden, rank, True)
     if scattered is not None:

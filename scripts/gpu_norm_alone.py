@@ -145,7 +145,7 @@ def local_table(hidden: int, rounds: int) -> dict[str, Any]:
         problems = [Problem(rank, tokens, hidden) for rank in ranks]
         part = select_norm.part_rows(tokens, 2)
         for shape, scatter in (
-            (select_norm.ll_shape(tokens, hidden, dtype, 2, world.num_sms, number), False),
+            (select_norm.lamport_shape(tokens, hidden, dtype, 2, world.num_sms, number), False),
             (select_norm.staged_shape(tokens, hidden, dtype, 2, world.num_sms), False),
             (select_norm.staged_shape(part, hidden, dtype, 2, world.num_sms), True),
         ):

@@ -248,16 +248,16 @@ def qk_norm(
 
 
 def shapes_to_try(tokens: int, hidden: int, world_size: int, num_sms: int) -> list[RowLaunch]:
-    """LL and staged shapes that could be the best."""
+    """Lamport and staged shapes that could be the best."""
     found: list[RowLaunch] = []
     vectors, layout = hidden * 2 // 16, Layout.create(world_size)
     for cluster in (1, 2, 4, 8):
         for unroll in (1, 2, 4):
             threads = vectors // unroll // cluster
-            fits = 64 <= threads <= 1024 and threads * unroll <= layout.words_slot_bytes // 16
+            fits = 64 <= threads <= 1024 and threads * unroll <= layout.lamport_slot_bytes // 16
             if fits and tokens * cluster <= num_sms:
                 found.append(
-                    RowLaunch(form=Form.ll, grid=tokens * cluster, threads=threads, unroll=unroll, cluster=cluster)
+                    RowLaunch(form=Form.lamport, grid=tokens * cluster, threads=threads, unroll=unroll, cluster=cluster)
                 )
     for unroll, rows, pieces in ((1, 1, 1), (2, 1, 1), (4, 1, 1), (4, 2, 1), (1, 1, 2)):
         threads = vectors // (unroll * pieces)

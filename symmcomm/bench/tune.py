@@ -42,7 +42,7 @@ class Contest:
         scaled: with the world size, in the selection.
         sizes: in bytes of what the threshold counts, between two ranks.
         prepare: the call to be timed, on tensors of such a size, and its symmetric tensor.
-        words: whether kernels of words may be taken; else the contest is about what serves beyond them.
+        lamport: whether Lamport kernels may be taken; else the contest is about what serves beyond them.
         multicast: whether it is about the NVLink switch, and held only where that may be used and can.
     """
 
@@ -51,7 +51,7 @@ class Contest:
     scaled: bool = False
     sizes: tuple[int, ...]
     prepare: Prepare
-    words: bool = False
+    lamport: bool = False
     multicast: bool = False
 
 
@@ -96,13 +96,13 @@ CONTESTS = (
         prepare=partial(_all_gather, pushes=False),
     ),
     Contest(field="pull_bytes", small_first=False, sizes=_powers(19, 26), prepare=_reduce_scatter),
-    Contest(field="words_bytes", small_first=True, sizes=_powers(17, 26), prepare=_reduce_scatter, words=True),
+    Contest(field="lamport_bytes", small_first=True, sizes=_powers(17, 26), prepare=_reduce_scatter, lamport=True),
     Contest(
         field="gather_push_bytes", small_first=False, sizes=_powers(18, 26), prepare=partial(_all_gather, pushes=True),
-        words=True,
+        lamport=True,
     ),
     Contest(
-        field="multimem_bytes", small_first=False, sizes=_powers(16, 27), prepare=_all_reduce, words=True,
+        field="multimem_bytes", small_first=False, sizes=_powers(16, 27), prepare=_all_reduce, lamport=True,
         multicast=True,
     ),
 )
@@ -114,8 +114,8 @@ def _times(comm: Communicator, lane: Lane, contest: Contest, size: int, rounds: 
     num_calls = max(2, min(_MOST_CALLS, _BATCH_BYTES // (size * comm.world_size)))
     call, symmetric = contest.prepare(comm, size)
     timers = []
-    words_bytes = before.words_bytes if contest.words else 0
-    base = replace(before, words_bytes=words_bytes, multimem_bytes=NEVER)  # the switch would serve both
+    lamport_bytes = before.lamport_bytes if contest.lamport else 0
+    base = replace(before, lamport_bytes=lamport_bytes, multimem_bytes=NEVER)  # the switch would serve both
     for value in (NEVER, 0):
         gpu.set_thresholds(replace(base, **{contest.field: value}))
         call()  # loads the module

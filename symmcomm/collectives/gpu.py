@@ -29,7 +29,7 @@ from symmcomm.errors import DTypeError
 from symmcomm.kernels.gpu import instances, multimem
 from symmcomm.kernels.gpu.copy_engine import AllGatherCopyEngine
 from symmcomm.kernels.gpu.elements import Reduction
-from symmcomm.kernels.gpu.words import StoreWords
+from symmcomm.kernels.gpu.store_words import StoreWords
 from symmcomm.schedule import select_gpu
 from symmcomm.schedule.cost import RingMode
 from symmcomm.schedule.dtypes import DType, Op
@@ -156,7 +156,7 @@ class GpuCollectives(GpuMessages):
             return lambda address: run(forms[0], multicast, address - own, count, grid)
         if shape.algorithm is Algorithm.pull:
             return lambda address: run(forms[0], multicast, address - own, address, count, grid)
-        if keeps and shape.algorithm is not Algorithm.words:  # the smallest calls: their time is the host's
+        if keeps and shape.algorithm is not Algorithm.lamport:  # the smallest calls: their time is the host's
             function = forms[0]
             return lambda address: run(function, address, address, count, grid)
         if keeps:

@@ -11,15 +11,15 @@ Function = Callable[..., None]
 
 
 class Forms(dict[int, Function]):
-    """Compiled kernels by the last four bits of all addresses and sizes, or-ed. Kernels of words are compiled for them,
+    """Compiled kernels by the last four bits of all addresses and sizes, or-ed. Lamport kernels are compiled for them,
     each when it is needed, as that takes a while; of others there is one.
 
-    ``make``: the kernel for a granule of ``kernels.gpu.unflagged_parts``. ``compiled``: its function.
+    ``make``: the kernel for a granule of ``kernels.gpu.lamport_parts``. ``compiled``: its function.
     """
 
     def __init__(self, shape: Launch, make: Callable[[int], Kernel], compiled: Callable[[Kernel], Function]) -> None:
         self._make, self._compiled = make, compiled
-        if shape.algorithm is not Algorithm.words:
+        if shape.algorithm is not Algorithm.lamport:
             self.update(dict.fromkeys(range(16), compiled(make(1))))
 
     def __missing__(self, bits: int) -> Function:

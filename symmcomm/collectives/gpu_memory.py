@@ -295,7 +295,7 @@ class GpuMemory:
         self.timeout_s = timeout_s
 
     def _store_deadline(self, timeout_s: float) -> None:
-        from symmcomm.kernels.gpu.words import StoreWords
+        from symmcomm.kernels.gpu.store_words import StoreWords
 
         self.launch(StoreWords(num=1), at.TIMEOUT_NS, (int(timeout_s * 1e9),))
 

@@ -9,7 +9,7 @@ from symmcomm.collectives.gpu_memory import GpuMemory
 from symmcomm.errors import ArgumentError
 from symmcomm.kernels.gpu.barrier import Barrier
 from symmcomm.kernels.gpu.point_to_point import Message
-from symmcomm.kernels.gpu.words import SwapSignal
+from symmcomm.kernels.gpu.swap_signal import SwapSignal
 
 _HOST_CHANNEL = 0  # of the compare-and-swap pads
 

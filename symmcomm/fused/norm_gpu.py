@@ -96,7 +96,7 @@ def _options(task: Task, index: int, early: bool) -> tuple[bool, ...]:
 def _may_start_early(gpu: GpuCollectives, shape: RowLaunch, rows: int) -> bool:
     """Whether a kernel with peers may take its place while the last one runs: one that is small, of as many clusters as
     rows, and has a GPU for each rank. Else a CTA that waits could take the place that a peer's kernel needs."""
-    return gpu.early and shape.form is Form.ll and rows * shape.cluster == shape.grid
+    return gpu.early and shape.form is Form.lamport and rows * shape.cluster == shape.grid
 
 
 def _arguments(task: Task) -> NormArguments:

@@ -1,8 +1,8 @@
-"""Where state, pads, LL areas, staging and words lie at the start of every rank's heap on a GPU. Pure functions of the
-world size, so an offset is enough to reach a peer's pad, and a kernel holds the offsets as constants.
+"""Where state, pads, the protocols' areas and staging lie at the start of every rank's heap on a GPU. Pure functions of
+the world size, so an offset is enough to reach a peer's pad, and a kernel holds the offsets as constants.
 
 The first part is private to the rank: peers neither read nor write it. Everything must be zero when a communicator is
-made, but for the fields that its host writes. Nothing is ever reset, but words by who takes them.
+made, but for the fields that its host writes. Nothing is ever reset, but Lamport areas by who takes from them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ AHEAD = 2
 """Chunks that a staged kernel sends before it takes the first one."""
 DEPTH = 2 * AHEAD
 """Slots for chunks; a power of two, as 32-bit chunk numbers wrap around."""
-NUM_WORDS_CHANNELS = 128
+NUM_LAMPORT_CHANNELS = 128
 """CTAs that a kernel of vectors that announce themselves can have."""
-CHANNEL_WORDS_BYTES = 512 << 10
+CHANNEL_LAMPORT_BYTES = 512 << 10
 """Memory of a channel for such vectors: ``[parity of the epoch][sender][16-byte vectors]``."""
 VECTOR_BYTES = 16
 """What a thread loads or stores at once."""
@@ -108,9 +108,9 @@ class Layout:
         splits: ``[staged channel][number of the chunk mod DEPTH][sender]``, SPLIT_BYTES each.
         staging: CHANNEL_STAGING_BYTES a staged channel.
         staging_slot_bytes: a chunk of one sender; a multiple of 128.
-        words: CHANNEL_WORDS_BYTES each of the NUM_WORDS_CHANNELS; 0 wherever nothing has arrived (see
-            ``kernels.gpu.unflagged``).
-        words_slot_bytes: what one sender may fill of a channel's at one epoch.
+        lamport: CHANNEL_LAMPORT_BYTES each of the NUM_LAMPORT_CHANNELS; 0 wherever nothing has arrived (see
+            ``kernels.gpu.lamport``).
+        lamport_slot_bytes: what one sender may fill of a channel's at one epoch.
         escapes: a byte for each vector there, in the same order.
         data: the end of it all, where the ``MessageLayout`` follows.
     """
@@ -126,8 +126,8 @@ class Layout:
     splits: int
     staging: int
     staging_slot_bytes: int
-    words: int
-    words_slot_bytes: int
+    lamport: int
+    lamport_slot_bytes: int
     escapes: int
     data: int
 
@@ -142,8 +142,8 @@ class Layout:
         ll = _align_up(swap_pad + NUM_SWAP_CHANNELS * world_size * 4, _PAGE_BYTES)
         splits = ll + NUM_CHANNELS * CHANNEL_LL_BYTES
         staging = _align_up(splits + NUM_STAGED_CHANNELS * DEPTH * world_size * SPLIT_BYTES, _PAGE_BYTES)
-        words = staging + NUM_STAGED_CHANNELS * CHANNEL_STAGING_BYTES
-        escapes = words + NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES
+        lamport = staging + NUM_STAGED_CHANNELS * CHANNEL_STAGING_BYTES
+        escapes = lamport + NUM_LAMPORT_CHANNELS * CHANNEL_LAMPORT_BYTES
         return cls(
             world_size=world_size,
             pads=pads,
@@ -156,10 +156,10 @@ class Layout:
             splits=splits,
             staging=staging,
             staging_slot_bytes=CHANNEL_STAGING_BYTES // (DEPTH * world_size) // _LINE_BYTES * _LINE_BYTES,
-            words=words,
-            words_slot_bytes=CHANNEL_WORDS_BYTES // (2 * world_size) // _LINE_BYTES * _LINE_BYTES,
+            lamport=lamport,
+            lamport_slot_bytes=CHANNEL_LAMPORT_BYTES // (2 * world_size) // _LINE_BYTES * _LINE_BYTES,
             escapes=escapes,
-            data=escapes + NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES // VECTOR_BYTES,
+            data=escapes + NUM_LAMPORT_CHANNELS * CHANNEL_LAMPORT_BYTES // VECTOR_BYTES,
         )
 
 

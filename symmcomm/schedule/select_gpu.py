@@ -13,8 +13,8 @@ from symmcomm.schedule.layout_gpu import (
     LL_CELL_BYTES,
     MOST_VECTORS,
     NUM_CHANNELS,
+    NUM_LAMPORT_CHANNELS,
     NUM_STAGED_CHANNELS,
-    NUM_WORDS_CHANNELS,
     VECTOR_BYTES,
     Layout,
     ll_words,
@@ -26,11 +26,11 @@ _WAVES = (  # threads, LL cells (or vectors) a thread, and CTAs up to which they
     (1024, 2, NUM_CHANNELS), (512, 4, NUM_CHANNELS),
 )  # fmt: skip
 _MANY_RANKS = 4  # more than which a thread has one vector a turn, and more registers
-_WORDS_THREADS = ((128, 256, 512), (128, 256, 384))
+_LAMPORT_THREADS = ((128, 256, 512), (128, 256, 384))
 _EARLY_THREADS = 2560  # a CTA, times two more than there are ranks
 _WAIT_BYTES = 512 << 10  # that pass a link while a rank waits once more: so many more than two shots may one shot send
 _SWITCH_ALIGNMENT = 16  # bytes that the switch takes at once
-_WORDS_FROM = 48 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
+_LAMPORT_FROM = 48 << 10  # bytes of a part, from which on flags cost more than that slots are cleared
 _STAGED_SHAPES = ((1 << 20, 8 << 10, 256), (8 << 20, 16 << 10, 256))  # parts below, bytes of a chunk, threads
 _LARGEST_STAGED = (32 << 10, 512)
 
@@ -41,22 +41,22 @@ class Thresholds:
     cross; ``symmcomm tune`` measures some of them elsewhere (``bench.tune.CONTESTS``).
 
     Attributes:
-        words_bytes: of a part, up to which the kernels without flags (``kernels.gpu.unflagged``) are used; they never
-            lost where measured, hence no bound. The next four apply where they cannot be used: small calls, and some
-            sizes between three ranks and more.
+        lamport_bytes: of a part, up to which the Lamport protocol (``kernels.gpu.lamport``) is used; it never lost
+            where measured, hence no bound. The next four apply where it cannot be used: small calls, and some sizes
+            between three ranks and more.
         all_reduce_ll_bytes: of the tensor, up to which LL pays in an all-reduce between two ranks.
         one_shot_bytes: that an all-reduce sends in one shot, up to which it pays where LL does not.
         ll_bytes: of a part, up to which LL pays in the other calls between two ranks.
         pull_bytes: of a part, from which on pulling from symmetric sources beats staging, in a reduce-scatter.
         all_reduce_push_bytes: of a symmetric tensor, from which on pushing beats all else in an all-reduce.
         gather_push_bytes: of a part, from which on pushing into symmetric targets does in the calls that move data;
-            pulling from symmetric sources is next there, beyond ``words_bytes``.
+            pulling from symmetric sources is next there, beyond ``lamport_bytes``.
         copy_engine_bytes: of a part, from which on the copy engines beat kernels.
         multimem_bytes: of a symmetric tensor, from which on the NVLink switch moves and reduces it. Never by default:
             nobody has seen it pay yet.
     """
 
-    words_bytes: int = NEVER
+    lamport_bytes: int = NEVER
     all_reduce_ll_bytes: int = 3 << 19
     one_shot_bytes: int = 2 << 20
     ll_bytes: int = 7 << 18
@@ -74,7 +74,7 @@ class Algorithm(Enum):
     """How the data goes."""
 
     ll = "LL"
-    words = "LL, without flags"
+    lamport = "Lamport"
     ll_two_shot = "LL two-shot"
     one_shot = "one-shot"
     two_shot = "two-shot"
@@ -93,7 +93,7 @@ class Launch:
         threads: threads a CTA.
         unroll: LL cells, or vectors in flight, a thread.
         chunk_bytes: of a part at a time, in staged kernels.
-        slots: of words: 0 for one turn, 1 if all turns fit one slot, 2 if they need more.
+        slots: Lamport: 0 for one turn, 1 if all turns fit one slot, 2 if they need more.
         multimem: whether the NVLink switch moves and reduces, in kernels that can.
     """
 
@@ -107,9 +107,9 @@ class Launch:
 
 
 def without_ll(at: Thresholds) -> Thresholds:
-    """The same where links may deliver 16 bytes in parts (``topology_gpu.decide_vectors``): neither LL nor kernels
-    without flags."""
-    return replace(at, words_bytes=0, ll_bytes=0, all_reduce_ll_bytes=0)
+    """The same where links may deliver 16 bytes in parts (``topology_gpu.decide_vectors``): neither LL nor
+    Lamport."""
+    return replace(at, lamport_bytes=0, ll_bytes=0, all_reduce_ll_bytes=0)
 
 
 def slice_bytes(num_bytes: int, world_size: int) -> int:
@@ -140,15 +140,15 @@ def granule(bits: int) -> int:
     return next(each for each in (16, 4, 2, 1) if bits % each == 0)
 
 
-def words_shape(part_bytes: int, world_size: int, num_sms: int) -> Launch | None:
-    """LL without flags, for parts of that size: one turn of as few threads as do, else several, of as many vectors a
+def lamport_shape(part_bytes: int, world_size: int, num_sms: int) -> Launch | None:
+    """The Lamport kernel for parts of that size: one turn of as few threads as do, else several, of as many vectors a
     thread as registers hold of all ranks, at least two of which fit a slot: no turn waits for a signal just sent (see
-    ``kernels.gpu.unflagged``). None where a thread has no room for a vector of each rank."""
-    sizes, unroll = _WORDS_THREADS[world_size > _MANY_RANKS], 2 if world_size <= _MANY_RANKS else 1
+    ``kernels.gpu.lamport``). None where a thread has no room for a vector of each rank."""
+    sizes, unroll = _LAMPORT_THREADS[world_size > _MANY_RANKS], 2 if world_size <= _MANY_RANKS else 1
     if world_size * unroll > MOST_VECTORS:
         return None
-    room = Layout.create(world_size).words_slot_bytes // VECTOR_BYTES
-    num_vectors, most = max(1, -(-part_bytes // VECTOR_BYTES)), max(1, min(NUM_WORDS_CHANNELS, num_sms))
+    room = Layout.create(world_size).lamport_slot_bytes // VECTOR_BYTES
+    num_vectors, most = max(1, -(-part_bytes // VECTOR_BYTES)), max(1, min(NUM_LAMPORT_CHANNELS, num_sms))
     fitting = [each for each in sizes if each <= room and each * most >= num_vectors]
     unroll = 1 if fitting else unroll
     threads = fitting[0] if fitting else min(sizes[-1], room // (64 * unroll) * 32)
@@ -156,14 +156,14 @@ def words_shape(part_bytes: int, world_size: int, num_sms: int) -> Launch | None
     pieces = -(-num_vectors // (threads * unroll))
     grid = min(most, pieces)
     slots = 0 if fitting else 1 if -(-pieces // grid) * threads * unroll <= room else 2
-    return Launch(algorithm=Algorithm.words, grid=grid, threads=threads, unroll=unroll, slots=slots)
+    return Launch(algorithm=Algorithm.lamport, grid=grid, threads=threads, unroll=unroll, slots=slots)
 
 
 def may_start_early(shape: Launch, world_size: int, granule: int = 16) -> bool:
     """Whether a kernel may take its place while the last one still runs (``kernels.gpu.context``): if it is so small
     that a CTA of it, one that waits behind it, and one of another communicator fit on an SM together. Its threads have
-    registers for what comes from each rank; those of words need more where tensors are not aligned."""
-    is_small = shape.algorithm in (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot) and shape.unroll == 1
+    registers for what comes from each rank; those of the Lamport protocol need more where tensors are not aligned."""
+    is_small = shape.algorithm in (Algorithm.ll, Algorithm.lamport, Algorithm.ll_two_shot) and shape.unroll == 1
     has_room = shape.threads * (world_size + 2) <= _EARLY_THREADS
     return is_small and has_room and shape.slots == 0 and granule == 16
 
@@ -247,7 +247,7 @@ def choose(
     """The all-reduce for tensors of ``num_bytes`` on a device with ``num_sms`` SMs for this rank. Unless ``symmetric``,
     one that takes any tensors. ``multimem``: the switch reduces them (``by_switch``).
 
-    LL sends world_size - 1 times the data, and a third of it as flags, but waits once, and so do words and one-shot,
+    LL sends world_size - 1 times the data, and a third of it as flags, but waits once, and so do Lamport and one-shot,
     without flags; two-shot kernels send 2 - 2 / world_size times the data (LL with flags) and wait twice.
     """
     if multimem:
@@ -259,7 +259,7 @@ def choose(
     if shape is None:
         pays = sent - sent * 8 // (3 * world_size) <= _WAIT_BYTES
         is_small = sent * world_size <= 2 * at.all_reduce_ll_bytes
-        shape = _one_way(num_bytes, world_size, num_sms, is_small, at.words_bytes if pays else 0, dtype.itemsize)
+        shape = _one_way(num_bytes, world_size, num_sms, is_small, at.lamport_bytes if pays else 0, dtype.itemsize)
     if shape is None and sent <= at.one_shot_bytes:
         shape = staged_shape(num_bytes, world_size, num_sms, dtype, Algorithm.one_shot)
     if shape is None and not symmetric:
@@ -278,7 +278,7 @@ def choose_reduce_scatter(
     if multimem:
         return replace(direct_shape(part_bytes, num_sms, Algorithm.pull, dtype, world_size), multimem=True)
     is_small = _is_small(part_bytes, world_size, at)
-    shape = _one_way(part_bytes, world_size, num_sms, is_small, at.words_bytes, dtype.itemsize)
+    shape = _one_way(part_bytes, world_size, num_sms, is_small, at.lamport_bytes, dtype.itemsize)
     if shape is not None:
         return shape
     if source_symmetric and part_bytes >= at.pull_bytes:
@@ -303,20 +303,20 @@ def choose_all_gather(
         if copy_engine and part_bytes >= at.copy_engine_bytes:
             return Launch(algorithm=Algorithm.copy_engine, grid=1, threads=32, unroll=1)
         return direct_shape(part_bytes, num_sms, Algorithm.push)
-    shape = _one_way(part_bytes, world_size, num_sms, _is_small(part_bytes, world_size, at), at.words_bytes)
+    shape = _one_way(part_bytes, world_size, num_sms, _is_small(part_bytes, world_size, at), at.lamport_bytes)
     if shape is None and source_symmetric and part_bytes >= at.gather_push_bytes:
         shape = direct_shape(part_bytes, num_sms, Algorithm.pull)
     return shape or staged_shape(part_bytes, world_size, num_sms)
 
 
 def _one_way(
-    part_bytes: int, world_size: int, num_sms: int, is_small: bool, words_bytes: int, itemsize: int = 1
+    part_bytes: int, world_size: int, num_sms: int, is_small: bool, lamport_bytes: int, itemsize: int = 1
 ) -> Launch | None:
-    """LL for parts that are small, and without flags for the others up to ``words_bytes``; None where neither fits."""
+    """LL for parts that are small, Lamport for the others up to ``lamport_bytes``; None where neither fits."""
     flagged = ll_shape(part_bytes, world_size, num_sms, itemsize=itemsize) if is_small else None
-    if flagged is not None and part_bytes < _WORDS_FROM:
+    if flagged is not None and part_bytes < _LAMPORT_FROM:
         return flagged
-    unflagged = words_shape(part_bytes, world_size, num_sms) if part_bytes <= words_bytes else None
+    unflagged = lamport_shape(part_bytes, world_size, num_sms) if part_bytes <= lamport_bytes else None
     return unflagged or flagged
 
 

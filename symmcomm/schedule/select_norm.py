@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import MOST_VECTORS, NUM_STAGED_CHANNELS, NUM_WORDS_CHANNELS, VECTOR_BYTES, Layout
+from symmcomm.schedule.layout_gpu import MOST_VECTORS, NUM_LAMPORT_CHANNELS, NUM_STAGED_CHANNELS, VECTOR_BYTES, Layout
 
 MAX_HIDDEN = 32768
 """The largest row, in elements."""
@@ -21,7 +21,7 @@ DTYPES = (DType.float32, DType.float16, DType.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 
 _CLUSTERS_FROM = 90
-_LL_BYTES = 16 << 20  # of all rows, up to which LL was measured to pay between two ranks
+_LAMPORT_BYTES = 16 << 20  # of all rows, up to which it was measured to pay between two ranks
 _TWO_SHOT_FROM = 4  # ranks, from which on two shots send less
 _ONE_SHOT_BYTES = 8 << 20  # sent by a rank, up to which that does not pay for two kernels more (modelled)
 _STAGED_THREADS = 512  # a CTA: each has registers for its vectors of three rows
@@ -35,7 +35,7 @@ _QK_WARPS = 4
 class Form(Enum):
     """How the ranks' rows come together."""
 
-    ll = "LL"
+    lamport = "Lamport"
     staged = "staged"
     direct = "direct"
 
@@ -45,9 +45,9 @@ class RowLaunch:
     """A norm kernel's shape.
 
     Attributes:
-        grid: CTAs. threads: a row (LL: a CTA). rows: of a CTA at a time.
+        grid: CTAs. threads: a row (Lamport: a CTA). rows: of a CTA at a time.
         unroll: vectors of 16 bytes a thread; staged: of each piece.
-        cluster: CTAs a row, LL only.
+        cluster: CTAs a row, Lamport only.
         pieces: chunks a row, staged only.
     """
 
@@ -122,11 +122,11 @@ def qk_norm_shape(tokens: int, heads: int, head_dim: int, dtype: DType, num_sms:
     return HeadLaunch(lanes=lanes, vectors=vectors // lanes, tokens=together, warps=_QK_WARPS)
 
 
-def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int) -> RowLaunch | None:
-    """The LL kernel for that many rows: as many CTAs a row, and as few vectors a thread, as one wave allows; or a CTA
-    for several rows, as far as they fit a slot."""
-    room = Layout.create(world_size).words_slot_bytes // VECTOR_BYTES
-    vectors, most = row_vectors(hidden, dtype), max(1, min(NUM_WORDS_CHANNELS, num_sms))
+def lamport_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int) -> RowLaunch | None:
+    """The Lamport kernel for that many rows: as many CTAs a row, and as few vectors a thread, as one wave allows; or a
+    CTA for several rows, as far as they fit a slot."""
+    room = Layout.create(world_size).lamport_slot_bytes // VECTOR_BYTES
+    vectors, most = row_vectors(hidden, dtype), max(1, min(NUM_LAMPORT_CHANNELS, num_sms))
     for unroll in [each for each in (1, 2, 4) if world_size * each <= MOST_VECTORS]:
         for cluster in (8, 4, 2, 1) if arch >= _CLUSTERS_FROM else (1,):
             threads = -(-max(vectors, world_size * unroll * cluster) // (32 * unroll * cluster)) * 32
@@ -135,7 +135,7 @@ def ll_shape(rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int
             turns = -(-rows // most) if cluster == 1 else 1
             if threads <= 1024 and turns * threads * unroll <= room and (turns > 1 or rows * cluster <= most):
                 grid = min(most, rows * cluster)
-                return RowLaunch(form=Form.ll, grid=grid, threads=threads, unroll=unroll, cluster=cluster)
+                return RowLaunch(form=Form.lamport, grid=grid, threads=threads, unroll=unroll, cluster=cluster)
     return None
 
 
@@ -178,14 +178,14 @@ def direct_shape(
 
 def choose_all_reduce_norm(
     rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int, symmetric: bool = False,
-    ll: bool = True,
+    lamport: bool = True,
 ) -> RowLaunch | None:
     """All-reduce and norm of ``rows`` rows; None: reduce-scatter and norm, then all-gathers, which send less between
     many ranks. ``symmetric``: source and both outputs are, at the same offsets on all ranks; else the form is one for
-    ordinary tensors. ``ll``: whether 16 bytes reach a peer in one piece, which LL needs."""
+    ordinary tensors. ``lamport``: whether 16 bytes reach a peer in one piece, which that protocol needs."""
     sent = rows * hidden * dtype.itemsize * (world_size - 1)
-    if ll and sent * world_size <= 2 * _LL_BYTES:
-        shape = ll_shape(rows, hidden, dtype, world_size, num_sms, arch)
+    if lamport and sent * world_size <= 2 * _LAMPORT_BYTES:
+        shape = lamport_shape(rows, hidden, dtype, world_size, num_sms, arch)
         if shape is not None:
             return shape
     if symmetric and world_size >= _TWO_SHOT_FROM:
@@ -196,12 +196,12 @@ def choose_all_reduce_norm(
 
 
 def choose_reduce_scatter_norm(
-    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int, ll: bool = True
+    rows: int, hidden: int, dtype: DType, world_size: int, num_sms: int, arch: int, lamport: bool = True
 ) -> RowLaunch | None:
     """Reduce-scatter and norm of ``rows`` rows in all, of any tensors; None: a reduce-scatter, then a norm."""
     part = part_rows(rows, world_size)
-    if ll and part * hidden * dtype.itemsize * world_size * (world_size - 1) <= 2 * _LL_BYTES:
-        shape = ll_shape(part, hidden, dtype, world_size, num_sms, arch)
+    if lamport and part * hidden * dtype.itemsize * world_size * (world_size - 1) <= 2 * _LAMPORT_BYTES:
+        shape = lamport_shape(part, hidden, dtype, world_size, num_sms, arch)
         if shape is not None:
             return shape
     return staged_shape(part, hidden, dtype, world_size, num_sms)

@@ -108,8 +108,8 @@ class Place:
 
 
 def unlikely(num_bytes: int, seed: int) -> Tensor:
-    """Vectors of 16 bytes that go out as 0 or as 1, or as neither (see ``kernels.gpu.unflagged``), in any order."""
-    from symmcomm.kernels.gpu.unflagged import KEY
+    """Vectors of 16 bytes that go out as 0 or as 1, or as neither (see ``kernels.gpu.lamport``), in any order."""
+    from symmcomm.kernels.gpu.lamport import KEY
 
     nothing = torch.tensor([word - (1 << 32) * (word >> 31) for word in KEY], dtype=torch.int32)
     kinds = torch.stack([nothing ^ torch.tensor([low, 0, 0, high]) for low, high in ((0, 0), (1, 0), (2, 0), (1, 1))])
@@ -118,7 +118,7 @@ def unlikely(num_bytes: int, seed: int) -> Tensor:
 
 
 def granule_of(num_bytes: int, *addresses: int) -> int:
-    """For which kernels of words are compiled (``kernels.gpu.unflagged_parts``)."""
+    """For which Lamport kernels are compiled (``kernels.gpu.lamport_parts``)."""
     return select_gpu.granule(reduce(or_, addresses, num_bytes))
 
 

@@ -133,10 +133,10 @@ def moves(num_gpus: int) -> None:
 
 
 def symmetric_moves(num_gpus: int) -> None:
-    """Large parts of symmetric tensors: as words, then pushed and pulled."""
+    """Large parts of symmetric tensors: by the Lamport protocol, then pushed and pulled."""
     with communicator(num_gpus) as comm:
         move_symmetric(comm)
-        comm.gpu_side.set_thresholds(replace(comm.gpu_side.thresholds, words_bytes=0, gather_push_bytes=1 << 20))
+        comm.gpu_side.set_thresholds(replace(comm.gpu_side.thresholds, lamport_bytes=0, gather_push_bytes=1 << 20))
         move_symmetric(comm)
 
 

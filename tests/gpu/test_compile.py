@@ -142,20 +142,20 @@ def test_registers_hold_what_comes_from_many_ranks(dtype: DType, world_size: int
         ptx_of(instances.all_reduce(shape, dtype, Op.sum, world_size, 90), "sm_90a", tmp_path)
 
 
-WORDS = (*LL_ACCESSES, "ld.relaxed.sys.global.u8", "st.relaxed.sys.global.u8")
+LAMPORT_ACCESSES = (*LL_ACCESSES, "ld.relaxed.sys.global.u8", "st.relaxed.sys.global.u8")
 
 
 @PER_ARCHITECTURE
 @DTYPES
-def test_words(dtype: DType, arch: str, tmp_path: Path) -> None:
+def test_lamport(dtype: DType, arch: str, tmp_path: Path) -> None:
     """Aligned data go as vectors, others as what they are multiples of."""
     for build, world_size, granule in (
         (instances.all_reduce, 2, 16), (instances.reduce_scatter, 2, min(4, dtype.itemsize)),
         (instances.reduce_scatter, 3, 16),
     ):  # fmt: skip
-        kernel = build(launch(Algorithm.words), dtype, Op.sum, world_size, ARCHITECTURES[arch], granule=granule)
+        kernel = build(launch(Algorithm.lamport), dtype, Op.sum, world_size, ARCHITECTURES[arch], granule=granule)
         ptx = ptx_of(kernel, arch, tmp_path)
-        for access in WORDS:
+        for access in LAMPORT_ACCESSES:
             assert access in ptx
         for unit, access in {16: "ld.global.v4.b32", 4: "ld.global.b32", 2: "ld.global.u16", 1: "ld.global.u8"}.items():
             assert (f"@live {access}" in ptx) == (unit == granule)
@@ -163,16 +163,16 @@ def test_words(dtype: DType, arch: str, tmp_path: Path) -> None:
 
 @PER_ARCHITECTURE
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_words_in_slots(world_size: int, arch: str, tmp_path: Path) -> None:
+def test_lamport_in_slots(world_size: int, arch: str, tmp_path: Path) -> None:
     """A reduce-scatter signals only where there may be several; one rank may be the only one to send, too."""
     for slots in range(3):
-        shape = replace(launch(Algorithm.words, 2 if world_size <= 4 else 1), slots=slots)
+        shape = replace(launch(Algorithm.lamport, 2 if world_size <= 4 else 1), slots=slots)
         number = ARCHITECTURES[arch]
         kernel = instances.reduce_scatter(shape, DType.bfloat16, Op.sum, world_size, number, granule=16)
         assert (SIGNALS[1] in ptx_of(kernel, arch, tmp_path)) == (slots > 1)
         for same, granule in ((True, 16), (False, 16), (slots == 1, 1)):
             ptx = ptx_of(instances.all_gather(shape, world_size, same, granule=granule), arch, tmp_path)
-            for access in WORDS + SIGNALS:
+            for access in LAMPORT_ACCESSES + SIGNALS:
                 assert access in ptx
 
 

@@ -13,7 +13,8 @@ pytest.importorskip("cutlass")
 
 from symmcomm.kernels.gpu.compile import compiled
 from symmcomm.kernels.gpu.point_to_point import Message
-from symmcomm.kernels.gpu.words import StoreWords, SwapSignal
+from symmcomm.kernels.gpu.store_words import StoreWords
+from symmcomm.kernels.gpu.swap_signal import SwapSignal
 
 
 @PER_ARCHITECTURE

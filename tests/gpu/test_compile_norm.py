@@ -69,13 +69,13 @@ def test_qk_norm(head_dim: int, dtype: DType, arch: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("scatter", [False, True])
 def test_exchange_norm(scatter: bool, world_size: int, dtype: DType, arch: str, tmp_path: Path) -> None:
     number = ARCHITECTURES[arch]
-    ll = select_norm.ll_shape(2, 512, dtype, world_size, 132, number)
-    assert ll is not None
-    kernel = norm_instances.exchange_norm(ll, dtype, world_size, number, aligned=True, scatter=scatter)
+    lamport = select_norm.lamport_shape(2, 512, dtype, world_size, 132, number)
+    assert lamport is not None
+    kernel = norm_instances.exchange_norm(lamport, dtype, world_size, number, aligned=True, scatter=scatter)
     ptx = ptx_of(kernel, arch, tmp_path)
     assert "st.relaxed.sys.global.b128" in ptx
     assert "ld.relaxed.sys.global.b128" in ptx
-    assert ("barrier.cluster.wait" in ptx) == (ll.cluster > 1)
+    assert ("barrier.cluster.wait" in ptx) == (lamport.cluster > 1)
     staged = select_norm.staged_shape(1024, 2048, dtype, world_size, 132)
     assert staged is not None
     kernel = norm_instances.exchange_norm(staged, dtype, world_size, number, aligned=True, scatter=scatter)
@@ -143,7 +143,7 @@ def test_multimem(dtype: DType, arch: str, tmp_path: Path) -> None:
 def test_clusters(arch: str, tmp_path: Path) -> None:
     """A row of 8192 by several CTAs: their sums go to each other's shared memory once all have started."""
     for cluster in (2, 4):
-        shape = RowLaunch(form=Form.ll, grid=cluster, threads=1024 // cluster, unroll=1, cluster=cluster)
+        shape = RowLaunch(form=Form.lamport, grid=cluster, threads=1024 // cluster, unroll=1, cluster=cluster)
         kernel = norm_instances.exchange_norm(shape, DType.bfloat16, 2, ARCHITECTURES[arch], aligned=True, pdl=True)
         ptx = ptx_of(kernel, arch, tmp_path)
         started = ptx.index("barrier.cluster.wait")

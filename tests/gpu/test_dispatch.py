@@ -94,12 +94,12 @@ def test_all_reduce(gpu: Dry) -> None:
     gpu.all_reduce(torch.ones(0))
     assert gpu.kernels() == []
     gpu.all_reduce(torch.ones(5 * MI // 2))
-    assert gpu.kernels() == ["ReduceScatterWords"]
+    assert gpu.kernels() == ["ReduceScatterLamport"]
     gpu.all_reduce(torch.ones(5 * MI // 2, dtype=torch.int32))
-    assert gpu.kernels() == ["ReduceScatterWords"]
+    assert gpu.kernels() == ["ReduceScatterLamport"]
     gpu.all_reduce(gpu.symmetric(16 * MI).view(torch.float32))
     assert gpu.kernels() == ["AllReduceStaged"]  # a push
-    gpu.set_thresholds(replace(DEFAULT, words_bytes=0))
+    gpu.set_thresholds(replace(DEFAULT, lamport_bytes=0))
     tensor = gpu.symmetric(4 * MI).view(torch.int32)
     gpu.all_reduce(tensor)
     gpu.all_reduce(tensor.view(2, -1))
@@ -118,7 +118,7 @@ def test_a_kernel_is_compiled_when_it_is_needed() -> None:
         assert len(gpu.made) == kernels
 
 
-def test_words_are_compiled_for_what_is_aligned_and_for_what_is_not() -> None:
+def test_lamport_kernels_are_compiled_for_what_is_aligned_and_for_what_is_not() -> None:
     gpu = Dry()
     memory = torch.ones(MI + 16, dtype=torch.int8)
     shift = -memory.data_ptr() % 16
@@ -135,9 +135,9 @@ def test_reduce(gpu: Dry) -> None:
         gpu.reduce(torch.ones(100), dst)
         assert gpu.kernels() == ["ReduceScatterLL"]
         gpu.reduce(torch.ones(MI), dst, "max")
-        assert gpu.kernels()[-1] == "ReduceScatterWords"
+        assert gpu.kernels()[-1] == "ReduceScatterLamport"
         gpu.reduce(torch.ones(MI, dtype=torch.int32), dst, "max")
-        assert gpu.kernels()[-1] == "ReduceScatterWords"
+        assert gpu.kernels()[-1] == "ReduceScatterLamport"
 
 
 def test_the_result_of_reduce_stays_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,16 +163,16 @@ def test_no_kernel_tells_by_parts_of_16_bytes_where_they_may_come_apart() -> Non
         gpu.all_gather_into_tensor(torch.ones(2 * count), torch.ones(count))
         gpu.broadcast(torch.ones(count), 0)
         gpu.all_to_all_single(torch.ones(2 * count), torch.ones(2 * count))
-    assert {name for name in gpu.kernels() if name.endswith(("LL", "Words"))} == set()
+    assert {name for name in gpu.kernels() if name.endswith(("LL", "Lamport"))} == set()
 
 
 def test_reduce_scatter(gpu: Dry) -> None:
     gpu.reduce_scatter_tensor(torch.ones(5), torch.ones(10), "avg")
     gpu.reduce_scatter_tensor(torch.ones(MI), torch.ones(2 * MI))
     gpu.reduce_scatter_tensor(torch.ones(MI, dtype=torch.int32), torch.ones(2 * MI, dtype=torch.int32))
-    assert gpu.kernels() == ["ReduceScatterLL", "ReduceScatterWords", "ReduceScatterWords"]
+    assert gpu.kernels() == ["ReduceScatterLL", "ReduceScatterLamport", "ReduceScatterLamport"]
     input = gpu.symmetric(32 * MI).view(torch.int32)
-    gpu.set_thresholds(replace(DEFAULT, words_bytes=0))
+    gpu.set_thresholds(replace(DEFAULT, lamport_bytes=0))
     gpu.reduce_scatter_tensor(input[: 4 * MI], input)
     gpu.reduce_scatter_tensor(torch.ones(MI), torch.ones(2 * MI))
     assert gpu.kernels() == ["ReduceScatterPull", "ReduceScatterStaged"]
@@ -190,11 +190,11 @@ def test_rings(gpu: Dry) -> None:
     assert gpu.kernels() == ["Ring"] * 4
     assert len(gpu.ring_tables) == 3
     gpu.reduce_scatter_tensor(part, tensor, ring_mode=RingMode.All2All)
-    assert gpu.kernels() == ["ReduceScatterWords"]
+    assert gpu.kernels() == ["ReduceScatterLamport"]
     gpu.ring_from = (RingMode.Ring1D, tensor.nbytes)  # where the topology suggests it
     gpu.reduce_scatter_tensor(part, tensor)
     gpu.reduce_scatter_tensor(part[:-1], tensor[:-2])
-    assert gpu.kernels() == ["Ring", "ReduceScatterWords"]
+    assert gpu.kernels() == ["Ring", "ReduceScatterLamport"]
     with pytest.raises(TopologyError, match="needs 1 levels of groups"):
         gpu.all_reduce(tensor, ring_mode=RingMode.Ring2D)
     with pytest.raises(PlanError, match="is no all-reduce"):
@@ -208,13 +208,13 @@ def test_all_gather_and_broadcast(gpu: Dry) -> None:
     gpu.broadcast(torch.ones(1), 1)
     assert gpu.kernels() == ["AllGatherLL", "AllGatherLL"]
     gpu.all_gather_into_tensor(torch.ones(2 * MI), torch.ones(MI))
-    assert gpu.kernels() == ["AllGatherWords"]
+    assert gpu.kernels() == ["AllGatherLamport"]
     output = gpu.symmetric(32 * MI).view(torch.float32)
     gpu.all_gather_into_tensor(output, output[: 4 * MI])
     gpu.broadcast(output, 0)
     gpu.all_gather_into_tensor(torch.ones(16 * MI), output)
-    assert gpu.kernels() == ["AllGatherWords"] * 3
-    gpu.set_thresholds(replace(DEFAULT, words_bytes=0, gather_push_bytes=MI))
+    assert gpu.kernels() == ["AllGatherLamport"] * 3
+    gpu.set_thresholds(replace(DEFAULT, lamport_bytes=0, gather_push_bytes=MI))
     gpu.all_gather_into_tensor(output, output[: 4 * MI])
     gpu.broadcast(output, 0)
     assert gpu.kernels() == ["AllGatherPush"] * 2
@@ -232,7 +232,7 @@ def switched() -> Dry:
     """As if all ranks' heaps were mapped for multicast; the switch has what is 1 MiB and more."""
     gpu = Dry()
     gpu.mapped = BASE
-    gpu.set_thresholds(replace(DEFAULT, multimem_bytes=MI, words_bytes=0))
+    gpu.set_thresholds(replace(DEFAULT, multimem_bytes=MI, lamport_bytes=0))
     return gpu
 
 
@@ -348,7 +348,7 @@ def test_all_to_all(gpu: Dry) -> None:
     gpu.all_to_all([torch.ones(1), torch.ones(3)], [torch.ones(2), torch.ones(0)])
     assert gpu.kernels() == ["AllGatherLL"] + 7 * ["StoreWords", "AllToAllUneven"]
     same = gpu.symmetric(32 * MI).view(torch.float32)
-    for gather_push_bytes, kernel in ((64 * MI, "AllGatherWords"), (MI, "AllGatherPush")):
+    for gather_push_bytes, kernel in ((64 * MI, "AllGatherLamport"), (MI, "AllGatherPush")):
         gpu.set_thresholds(replace(DEFAULT, gather_push_bytes=gather_push_bytes))
         gpu.all_to_all_single(same, same)
         assert gpu.kernels() == [kernel]

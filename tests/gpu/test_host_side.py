@@ -204,7 +204,7 @@ def with_multicast(allowed: bool, most: int) -> list[str]:
     comm = make()
     gpu = comm.gpu_side
     assert (Space.steps, gpu.multicast_base) == ([], 0)  # nobody asks for it
-    gpu.set_thresholds(replace(gpu.thresholds, multimem_bytes=1 << 20, words_bytes=0))
+    gpu.set_thresholds(replace(gpu.thresholds, multimem_bytes=1 << 20, lamport_bytes=0))
     assert gpu.multicast_base == (1 << 45 if allowed and most else 0)
     tensor = comm.empty(40 << 20, dtype=torch.uint8, device="cuda")
     handle = SymmetricHandle(gpu, gpu.offset_of(tensor), tensor.nbytes)
@@ -326,7 +326,7 @@ def by_pcie() -> None:
     fake(links={"uuid 0": 0, "uuid 1": 0})
     with make() as comm:
         thresholds = comm.gpu_side.thresholds
-        assert (thresholds.words_bytes, thresholds.ll_bytes, thresholds.all_reduce_ll_bytes) == (0, 0, 0)
+        assert (thresholds.lamport_bytes, thresholds.ll_bytes, thresholds.all_reduce_ll_bytes) == (0, 0, 0)
 
 
 def test_kernels_that_need_whole_vectors_are_not_for_pcie() -> None:

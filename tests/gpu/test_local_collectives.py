@@ -79,8 +79,8 @@ def random_bytes(num_bytes: int, seed: int) -> Tensor:
 
 
 MOVES = ("all_gather", "broadcast", "all_to_all", "scatter")
-MOVE_ALGORITHMS = (Algorithm.ll, Algorithm.words, Algorithm.push, Algorithm.pull, Algorithm.staged)
-SLOTS = Launch(algorithm=Algorithm.words, grid=2, threads=64, unroll=1, slots=2)
+MOVE_ALGORITHMS = (Algorithm.ll, Algorithm.lamport, Algorithm.push, Algorithm.pull, Algorithm.staged)
+SLOTS = Launch(algorithm=Algorithm.lamport, grid=2, threads=64, unroll=1, slots=2)
 
 
 def move_shape(world: LocalWorld, algorithm: Algorithm, part: int) -> Launch:
@@ -90,8 +90,8 @@ def move_shape(world: LocalWorld, algorithm: Algorithm, part: int) -> Launch:
     shape: Launch | None = None
     if algorithm is Algorithm.ll:
         shape = select_gpu.ll_shape(part, world.world_size, world.num_sms)
-    if algorithm is Algorithm.words:
-        shape = select_gpu.words_shape(part, world.world_size, world.num_sms)
+    if algorithm is Algorithm.lamport:
+        shape = select_gpu.lamport_shape(part, world.world_size, world.num_sms)
     return shape or select_gpu.staged_shape(part, world.world_size, world.num_sms)
 
 
@@ -207,7 +207,7 @@ def test_epochs_wrap_around(kind: str) -> None:
     world = LocalWorld(3, 1 << 20, PATIENCE_S)
     world.set_epochs((1 << 32) - 6)
     for seed in range(6):
-        for algorithm, part in ((Algorithm.ll, 1000), (Algorithm.words, 1000), (Algorithm.staged, 1000)):
+        for algorithm, part in ((Algorithm.ll, 1000), (Algorithm.lamport, 1000), (Algorithm.staged, 1000)):
             run(world, move(world, kind, move_shape(world, algorithm, part), part, seed=seed))
         run(world, move(world, kind, replace(SLOTS, grid=1), 200_000, seed=seed))
     assert 0 < world.epoch(0, 0) < 100
@@ -235,8 +235,8 @@ def sum_shape(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int)
     shape: Launch | None = None
     if algorithm is Algorithm.ll:
         shape = select_gpu.ll_shape(part, size, world.num_sms, itemsize=dtype.itemsize)
-    if algorithm is Algorithm.words:
-        shape = select_gpu.words_shape(part, size, world.num_sms)
+    if algorithm is Algorithm.lamport:
+        shape = select_gpu.lamport_shape(part, size, world.num_sms)
     return shape or select_gpu.staged_shape(part, size, world.num_sms, dtype)
 
 
@@ -272,7 +272,7 @@ def scatter_sum(
 
 
 SUM_ALGORITHMS = pytest.mark.parametrize(
-    "algorithm", [Algorithm.ll, Algorithm.words, Algorithm.pull, Algorithm.staged], ids=lambda a: a.name
+    "algorithm", [Algorithm.ll, Algorithm.lamport, Algorithm.pull, Algorithm.staged], ids=lambda a: a.name
 )
 PAIRS = [(dtype, Op.sum) for dtype in DType] + [(DType.bfloat16, Op.avg)]
 SOME_WORLDS = [(DType.bfloat16, size) for size in WORLDS] + [(DType.float8_e4m3fn, 5), (DType.float64, 8)]
@@ -298,7 +298,7 @@ def test_reduce_scatter_in_worlds(algorithm: Algorithm, world_size: int, dtype: 
             run(world, scatter_sum(world, shape, dtype, Op.sum, count, seed=seed, in_place=1))
         if algorithm is Algorithm.staged:
             run(world, scatter_sum(world, SMALL_CHUNKS, dtype, Op.sum, count, seed=seed, in_place=1))
-    if algorithm is Algorithm.words:
+    if algorithm is Algorithm.lamport:
         many = Launch(algorithm=algorithm, grid=2, threads=32, unroll=2, slots=2)
         for in_place in (None, 0, 1):  # more turns than slots hold
             run(world, scatter_sum(world, many, dtype, Op.sum, 300_000, seed=9, in_place=in_place))
@@ -406,7 +406,7 @@ def any_call(world: LocalWorld, rng: random.Random, start: int, seed: int) -> Ca
     if kind == "uneven":
         return uneven(world, SMALL_CHUNKS, random_splits(world.world_size, size + 16, rng), seed=seed)
     if kind == "sum":
-        algorithm = rng.choice((Algorithm.ll, Algorithm.words, Algorithm.words, Algorithm.pull, Algorithm.staged))
+        algorithm = rng.choice((Algorithm.ll, Algorithm.lamport, Algorithm.lamport, Algorithm.pull, Algorithm.staged))
         shape = smaller(rng, sum_shape(world, algorithm, DType.bfloat16, part))
         shape, part = longer(world, rng, shape, part)
         return scatter_sum(world, shape, DType.bfloat16, Op.sum, part, seed=seed, start=start)
@@ -425,10 +425,10 @@ def smaller(rng: random.Random, shape: Launch) -> Launch:
 
 
 def longer(world: LocalWorld, rng: random.Random, shape: Launch, count: int, itemsize: int = 2) -> tuple[Launch, int]:
-    """The shape, for so many elements; or, of words, a CTA alone that takes turns in up to four slots."""
-    if shape.algorithm is not Algorithm.words or rng.random() < 0.3:
+    """The shape, for so many elements; or, of Lamport kernels, a CTA alone that takes turns in up to four slots."""
+    if shape.algorithm is not Algorithm.lamport or rng.random() < 0.3:
         return shape, count
-    slot = world.layout.words_slot_bytes
+    slot = world.layout.lamport_slot_bytes
     threads = min(512, slot // (2 * 2 * 16) // 32 * 32)  # of two vectors; a slot holds two turns at least
     return replace(shape, grid=1, threads=threads, unroll=2, slots=2), rng.randrange(1, 4 * slot // itemsize)
 
@@ -508,7 +508,7 @@ def test_a_missing_peer_is_named(kind: str, algorithm: Algorithm, root: int) -> 
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "scatter"])
-@pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.words], ids=lambda a: a.name)
+@pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.lamport], ids=lambda a: a.name)
 def test_a_missing_root_is_awaited_once_whatever_the_size(algorithm: Algorithm, kind: str) -> None:
     """One thread awaits the only byte; that which awaits the root's signal must not begin when that one gives up."""
     world = LocalWorld(3, 1 << 20, DEADLINE_S)

@@ -146,7 +146,7 @@ def test_nobody_sends() -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_signals(world_size: int) -> None:
-    from symmcomm.kernels.gpu.words import SwapSignal
+    from symmcomm.kernels.gpu.swap_signal import SwapSignal
 
     world = world_of(world_size)
     put, wait = (function(world, SwapSignal(world_size=world_size, puts=puts)) for puts in (True, False))
@@ -170,7 +170,7 @@ def assert_taken(world: LocalWorld) -> None:
 def test_signals_with_a_late_rank(world_size: int, puts: bool) -> None:
     """Two signals from each rank to the next one in turn. The receiver waits for a late sender; and the sender's second
     signal for a late receiver to take the first."""
-    from symmcomm.kernels.gpu.words import SwapSignal
+    from symmcomm.kernels.gpu.swap_signal import SwapSignal
 
     world = world_of(world_size)
     put, wait = (
@@ -194,7 +194,7 @@ def test_signals_with_a_late_rank(world_size: int, puts: bool) -> None:
 
 
 def test_words() -> None:
-    from symmcomm.kernels.gpu.words import StoreWords
+    from symmcomm.kernels.gpu.store_words import StoreWords
 
     world, layout = world_of(3), MessageLayout.create(3)
     words = (-1, 0, 1 << 40, 7, 5)

@@ -1,7 +1,7 @@
 """Kernels of all kinds in one stream a rank, all ranks in one process on one GPU, with nothing that waits on the host.
 
-Ranks are several kernels apart then, and consecutive kernels of different kinds take up the same pads, LL areas, words,
-staging memory and queues of messages. What one of them leaves there while a peer may still read it, or expects there
+Ranks are several kernels apart then, and consecutive kernels of different kinds take up the same pads, areas, staging
+memory and queues of messages. What one of them leaves there while a peer may still read it, or expects there
 and does not find, shows in a result or ends in a time-out.
 """
 
@@ -96,9 +96,9 @@ def norm(world: LocalWorld, chance: random.Random, start: int, seed: int) -> Mad
         variant, shape = chance.choice(("gather", "replicate", "keep")), norms.direct_shape(problem.rows, size, 16)
         kernels, arguments, verify = norms.direct_call(world, problem, shape, variant, start=start)
         return [([norms.compiled(world, kernel) for kernel in kernels], arguments)], verify
-    if form is Form.ll:
+    if form is Form.lamport:
         rows = select_norm.part_rows(problem.rows, size) if scatter else problem.rows
-        fits = select_norm.ll_shape(rows, problem.hidden, dtype, size, world.num_sms, NO_CLUSTERS)
+        fits = select_norm.lamport_shape(rows, problem.hidden, dtype, size, world.num_sms, NO_CLUSTERS)
         assert fits is not None
         fits = replace(fits, grid=min(fits.grid, chance.choice((2, world.num_sms))))  # fewer CTAs than rows take turns
     else:

@@ -243,20 +243,20 @@ def part_of(problem: Problem, rank: int, scatter: bool, world_size: int = 0) -> 
     return slice(first, first + num)
 
 
-def ll_shapes(world: LocalWorld, rows: int) -> list[RowLaunch]:
+def lamport_shapes(world: LocalWorld, rows: int) -> list[RowLaunch]:
     """A cluster a row, as long as there is room; of two, a CTA a row too. Fewer CTAs than rows, which take turns."""
     clusters = ((8, 128), (1, 256)) if world.world_size == 2 else ((8, 128),)
     if world.arch_number < 90:
         clusters = ((1, 256),)
     found = [
-        RowLaunch(form=Form.ll, grid=rows * cluster, threads=threads, unroll=1, cluster=cluster)
+        RowLaunch(form=Form.lamport, grid=rows * cluster, threads=threads, unroll=1, cluster=cluster)
         for cluster, threads in clusters
         if rows * cluster <= world.num_sms
     ]
-    slot = Layout.create(world.world_size).words_slot_bytes // 16
+    slot = Layout.create(world.world_size).lamport_slot_bytes // 16
     for grid, threads in ((2, 128), (world.num_sms, 256)):
         if grid < rows and -(-rows // grid) * threads <= slot:
-            found.append(RowLaunch(form=Form.ll, grid=grid, threads=threads, unroll=1))
+            found.append(RowLaunch(form=Form.lamport, grid=grid, threads=threads, unroll=1))
     return found
 
 
@@ -284,7 +284,7 @@ def shapes_of(world: LocalWorld, problem: Problem, scatter: bool) -> list[RowLau
     """Those that hold a row."""
     rows = select_norm.part_rows(problem.rows, world.world_size) if scatter else problem.rows
     vectors = select_norm.row_vectors(problem.hidden, problem.dtype)
-    found = ll_shapes(world, rows) + staged_shapes(world, rows, problem.dtype)
+    found = lamport_shapes(world, rows) + staged_shapes(world, rows, problem.dtype)
     return [shape for shape in found if shape.threads * shape.unroll * shape.cluster * shape.pieces >= vectors]
 
 
@@ -355,7 +355,7 @@ def test_words_of_ones(dtype: DType) -> None:
         problem.sources[rank].view(bits)[0, first:last] = -1
     problem.sources[0].view(bits)[1] = -1
     problem.sources[0][2], problem.sources[1][2], problem.residual[2] = -0.0, -0.0, -0.0
-    for shape in (*ll_shapes(world, 3)[:1], staged_shapes(world, 3, dtype)[0]):
+    for shape in (*lamport_shapes(world, 3)[:1], staged_shapes(world, 3, dtype)[0]):
         for mine in exchange(world, problem, shape):
             assert_same(mine.new_residual.flatten(), problem.new_residual.flatten(), str(shape))
             assert bool(mine.output[:2].isnan().all())
@@ -371,15 +371,15 @@ def test_vectors_that_would_be_taken_for_nothing(dtype: DType) -> None:
     for rank, source in enumerate(problem.sources):
         source.copy_(unlikely(source.nbytes, rank).view(source.dtype).view_as(source))
     problem.sources[0][2], problem.sources[1][2], problem.residual[2] = -0.0, -0.0, -0.0
-    for shape in (*ll_shapes(world, 3)[:1], staged_shapes(world, 3, dtype)[0]):
+    for shape in (*lamport_shapes(world, 3)[:1], staged_shapes(world, 3, dtype)[0]):
         for mine in exchange(world, problem, shape):
             assert_same(mine.new_residual.flatten(), problem.new_residual.flatten(), str(shape))
             assert bool((mine.output[2] == 0).all())
 
 
 # Kernels of one world differ in how rows come together only, so one dtype is enough for the second of them.
-ACCURATE = [(2, dtype, form) for dtype in select_norm.DTYPES for form in (Form.ll, Form.staged)]
-ACCURATE += [*((4, dtype, Form.staged) for dtype in select_norm.DTYPES), (4, DTYPE_OF[4], Form.ll)]
+ACCURATE = [(2, dtype, form) for dtype in select_norm.DTYPES for form in (Form.lamport, Form.staged)]
+ACCURATE += [*((4, dtype, Form.staged) for dtype in select_norm.DTYPES), (4, DTYPE_OF[4], Form.lamport)]
 
 
 @pytest.mark.parametrize(("world_size", "dtype", "form"), ACCURATE, ids=lambda x: getattr(x, "name", x))
@@ -391,7 +391,7 @@ def test_accuracy(world_size: int, dtype: DType, form: Form) -> None:
     rows, worse = world.num_sms // 8, []
     for seed in range(8):
         problem = Problem(dtype, rows, 4096, world_size, seed, with_bias=True)
-        shape = (ll_shapes(world, rows) if form is Form.ll else staged_shapes(world, rows, dtype))[0]
+        shape = (lamport_shapes(world, rows) if form is Form.lamport else staged_shapes(world, rows, dtype))[0]
         output, exact = exchange(world, problem, shape)[0].output, problem.exact
         ours, theirs = ((y.double() - exact).square().mean(-1) for y in (output, problem.separately))
         worse.append(ours - theirs)
@@ -528,12 +528,12 @@ def test_a_rank_that_does_not_come(form: Form) -> None:
         others = {"source": world.data, "output": world.data + (1 << 20)}
         given: tuple[object, ...] = (0, mine.arguments(**others), shape.grid)
     else:
-        shape = (ll_shapes(world, 2) if form is Form.ll else staged_shapes(world, 2, problem.dtype))[0]
+        shape = (lamport_shapes(world, 2) if form is Form.lamport else staged_shapes(world, 2, problem.dtype))[0]
         kernel = norm_instances.exchange_norm(shape, problem.dtype, 2, world.arch_number, aligned=True, bias=True)
         given = (mine.arguments(), shape.grid)
     world.launch(compiled(world, kernel), [given], ranks=[0])
     record = world.record(0)
     assert record is not None
     assert (record.rank, record.peer) == (0, 1)
-    assert record.phase == (Phase.data if form is Form.ll else Phase.enter)
+    assert record.phase == (Phase.data if form is Form.lamport else Phase.enter)
     world.launch(compiled(world, kernel), [given], ranks=[0])  # barred: it returns at once

@@ -57,7 +57,7 @@ class Buffers(Place):
 
 Arguments = list[tuple[int, ...]]
 CHUNKED = (Algorithm.one_shot, Algorithm.push, Algorithm.staged)
-ALL_REDUCE = (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot, Algorithm.two_shot, *CHUNKED)
+ALL_REDUCE = (Algorithm.ll, Algorithm.lamport, Algorithm.ll_two_shot, Algorithm.two_shot, *CHUNKED)
 NEED_SYMMETRIC = (Algorithm.two_shot, Algorithm.push, Algorithm.pull)
 
 
@@ -79,8 +79,8 @@ def shape_of(world: LocalWorld, algorithm: Algorithm, dtype: DType, count: int) 
     match algorithm:
         case Algorithm.ll:
             shape = select_gpu.ll_shape(num_bytes, size, num_sms, itemsize=dtype.itemsize)
-        case Algorithm.words:
-            shape = select_gpu.words_shape(num_bytes, size, num_sms)
+        case Algorithm.lamport:
+            shape = select_gpu.lamport_shape(num_bytes, size, num_sms)
         case Algorithm.ll_two_shot:
             shape = select_gpu.ll_shape(part, size, num_sms, algorithm, dtype.itemsize)
         case Algorithm.push | Algorithm.staged | Algorithm.one_shot:
@@ -148,13 +148,13 @@ def test_worlds(algorithm: Algorithm, world_size: int, dtype: DType) -> None:
         check(algorithm, dtype, Op.sum, world_size, count, shift=3)
 
 
-@pytest.mark.parametrize("algorithm", [*CHUNKED, Algorithm.words], ids=lambda a: a.name)
+@pytest.mark.parametrize("algorithm", [*CHUNKED, Algorithm.lamport], ids=lambda a: a.name)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_many_chunks(algorithm: Algorithm, world_size: int) -> None:
     """More than there are slots for, also with a late rank."""
     world = world_of(world_size)
     for count, late in ((1, None), (255, 0), (1024, 1), (4099, 0), (20000, None), (66666, 1), (600_000, 0)):
-        grid = 4 if algorithm is not Algorithm.words else min(4, -(-count * 2 // (64 * 2 * 16)))  # each has a turn
+        grid = 4 if algorithm is not Algorithm.lamport else min(4, -(-count * 2 // (64 * 2 * 16)))  # each has a turn
         shape = Launch(
             algorithm=algorithm, grid=grid, threads=64, unroll=2, chunk_bytes=512, slots=1 + (count > 20000)
         )  # fmt: skip
@@ -260,7 +260,7 @@ def test_one_shot_in_place_back_to_back(world_size: int) -> None:
         assert_same(result, expected[rank], f"after {num_calls} calls, W={world_size} rank {rank}")
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot], ids=lambda a: a.name)
+@pytest.mark.parametrize("algorithm", [Algorithm.ll, Algorithm.lamport, Algorithm.ll_two_shot], ids=lambda a: a.name)
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.name)
 def test_every_type(algorithm: Algorithm, dtype: DType) -> None:
     for count in (1, 7, 1000, 4099):
@@ -296,7 +296,7 @@ def test_special_values(dtype: DType, op: Op) -> None:
 def test_words_of_ones(dtype: DType) -> None:
     """NaN, in every place of a vector."""
     world, size, count = world_of(2), dtype.itemsize, 64 // dtype.itemsize
-    buffers, shape = Buffers(world, dtype, count, False), select_gpu.words_shape(64, 2, world.num_sms)
+    buffers, shape = Buffers(world, dtype, count, False), select_gpu.lamport_shape(64, 2, world.num_sms)
     assert shape is not None
     given = arguments(buffers, shape)
     for place in range(16):
@@ -316,7 +316,7 @@ def test_vectors_that_would_be_taken_for_nothing(world_size: int, dtype: DType) 
     world, count = world_of(world_size), 70_000 // dtype.itemsize
     buffers = Buffers(world, dtype, count, False)
     for grid, slots in ((128, 0), (4, 1), (1, 2)):
-        shape = Launch(algorithm=Algorithm.words, grid=grid, threads=64, unroll=1 if slots == 0 else 2, slots=slots)
+        shape = Launch(algorithm=Algorithm.lamport, grid=grid, threads=64, unroll=1 if slots == 0 else 2, slots=slots)
         parts = [unlikely(count * dtype.itemsize, seed).view(torch_dtype(dtype)) for seed in range(world_size)]
         buffers.fill(parts)
         given = arguments(buffers, shape)
@@ -382,8 +382,8 @@ def test_a_missing_peer_is_named(algorithm: Algorithm, world_size: int) -> None:
 def test_a_missing_peer_is_awaited_once_whatever_the_slots() -> None:
     deadline_s = 1.0
     world = LocalWorld(2, 1 << 20, deadline_s)
-    shape = Launch(algorithm=Algorithm.words, grid=1, threads=512, unroll=2, slots=2)
-    buffers = Buffers(world, DType.bfloat16, 12 * world.layout.words_slot_bytes // 2, False)
+    shape = Launch(algorithm=Algorithm.lamport, grid=1, threads=512, unroll=2, slots=2)
+    buffers = Buffers(world, DType.bfloat16, 12 * world.layout.lamport_slot_bytes // 2, False)
     function = kernel(world, shape, DType.bfloat16, Op.sum, arguments(buffers, shape))
     start = time.monotonic()
     world.launch(function, arguments(buffers, shape), ranks=[0])

@@ -35,7 +35,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 def test_a_stopped_process_stops_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "lock"
     monkeypatch.setattr(module, "_lock_path", lambda: path)
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.1)
     with alone(path, 1.0):
         assert compile_once(lambda: "compiled") == "compiled"
         with pytest.raises(Timeout):

@@ -1,4 +1,4 @@
-"""The pipelines of ``kernels.gpu.staged``, ``all_reduce_norm``, ``ring`` and ``unflagged`` as a model: CTAs of all
+"""The pipelines of ``kernels.gpu.staged``, ``all_reduce_norm``, ``ring`` and ``lamport`` as a model: CTAs of all
 ranks in random order, kernels of all kinds after each other. No chunk may go into memory that holds one which has not
 been read, none may be taken for another, no signal may go back, nobody may wait for ever, and all ranks end at the same
 epochs."""
@@ -26,12 +26,12 @@ PATIENCE = 200_000  # steps without a CTA that ends
 @dataclass
 class World:
     """What kernels share: pads by (rank, channel, sender), sets of slots by (rank, channel, number of the set), and
-    words by (rank, channel, parity, sender, place, thread, vector or byte)."""
+    vectors by (rank, channel, parity, sender, place, thread, vector or byte)."""
 
     size: int
     pads: dict[tuple[int, int, int], int] = field(default_factory=dict)
     sets: dict[tuple[int, int, int], dict[object, object]] = field(default_factory=dict)
-    words: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
+    vectors: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
     epochs: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def peers(self, rank: int) -> list[int]:
@@ -154,8 +154,8 @@ def barriers(world: World, rank: int, channel: int, num: int, call: int) -> Step
 
 
 @dataclass
-class Words:
-    """A CTA of ``unflagged.carry_out``, of threads that only its barriers hold together. ``size``: turns a slot.
+class Lamport:
+    """A CTA of ``lamport.carry_out``, of threads that only its barriers hold together. ``size``: turns a slot.
     ``sender``: the only rank that sends, if one does. Some vectors come with a byte.
 
     Here a thread could refill a slot of several turns without waiting, as what it polled last was sent after its place
@@ -206,16 +206,16 @@ class Words:
                     yield from self.meet(thread, self.epoch + later // size - 1)
                 for peer in self.receivers():
                     for place in self.places(later, thread, rank, peer):
-                        assert place not in world.words, f"{world.words[place]} is overwritten"
-                        world.words[place] = self.call, later
+                        assert place not in world.vectors, f"{world.vectors[place]} is overwritten"
+                        world.vectors[place] = self.call, later
                         yield
             if turn < 0:
                 continue
             for peer in self.senders():
                 for place in self.places(turn, thread, peer, rank):
-                    while place not in world.words:
+                    while place not in world.vectors:
                         yield
-                    assert world.words.pop(place) == (self.call, turn)
+                    assert world.vectors.pop(place) == (self.call, turn)
             if later % size == 0 and later < self.num:
                 yield from self.together()
                 if thread == 0:
@@ -229,13 +229,13 @@ class Words:
         yield from self.together()
 
 
-def words(
+def lamport(
     size: int, world: World, rank: int, channel: int, num: int, call: int, waits: bool = True, one_sends: bool = False
 ) -> Steps:
     """A CTA of vectors that announce themselves; if one rank sends, it does so in several calls."""
     rng, epoch = random.Random(call + 100 * rank), world.epochs.get((rank, channel), 0) + 1
-    cta = Words(world, rank, channel, num, call, size, epoch, waits, call // 4 % world.size if one_sends else None)
-    threads = [cta.thread(thread) for thread in range(Words.THREADS)]
+    cta = Lamport(world, rank, channel, num, call, size, epoch, waits, call // 4 % world.size if one_sends else None)
+    threads = [cta.thread(thread) for thread in range(Lamport.THREADS)]
     while threads:
         thread = rng.choice(threads)
         for _ in range(rng.choice((1, 5))):
@@ -248,11 +248,11 @@ def words(
 
 KERNELS: dict[str, Kernel] = {
     "staged": partial(staged, False), "split": partial(staged, True), "norm": norm, "ring": partial(ring, False),
-    "pull ring": partial(ring, True), "barriers": barriers, "words": partial(words, 9), "slots": partial(words, 2),
-    "long slots": partial(words, 3), "short slots": partial(words, 1), "one sends": partial(words, 9, one_sends=True),
-    "one sends in slots": partial(words, 2, one_sends=True),
+    "pull ring": partial(ring, True), "barriers": barriers, "lamport": partial(lamport, 9),
+    "slots": partial(lamport, 2), "long slots": partial(lamport, 3), "short slots": partial(lamport, 1),
+    "one sends": partial(lamport, 9, one_sends=True), "one sends in slots": partial(lamport, 2, one_sends=True),
 }  # fmt: skip
-WORDS = [kernel for kernel in KERNELS.values() if isinstance(kernel, partial) and kernel.func is words]
+LAMPORT = [kernel for kernel in KERNELS.values() if isinstance(kernel, partial) and kernel.func is lamport]
 
 
 def run(rng: random.Random, kinds: list[Kernel]) -> None:
@@ -286,7 +286,7 @@ def run(rng: random.Random, kinds: list[Kernel]) -> None:
     for rank in range(world.size):
         for channel in range(4):
             assert world.epochs.get((rank, channel), 0) == world.epochs.get((0, channel), 0)
-    assert not world.words
+    assert not world.vectors
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -295,12 +295,12 @@ def test_any_order(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_words_after_each_other(seed: int) -> None:
-    run(random.Random(seed), WORDS)
+def test_lamport_kernels_after_each_other(seed: int) -> None:
+    run(random.Random(seed), LAMPORT)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "seed"), [(partial(words, 1, waits=False), 1), (partial(words, 9, waits=False, one_sends=True), 7)]
+    ("kernel", "seed"), [(partial(lamport, 1, waits=False), 1), (partial(lamport, 9, waits=False, one_sends=True), 7)]
 )
 def test_who_does_not_wait_is_found_out(kernel: Kernel, seed: int) -> None:
     """A second slot, of a single turn, is filled before a rank has heard from its peers in this kernel; and a sender

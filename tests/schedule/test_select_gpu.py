@@ -8,13 +8,13 @@ import pytest
 
 from symmcomm.schedule.dtypes import DType
 from symmcomm.schedule.layout_gpu import (
+    CHANNEL_LAMPORT_BYTES,
     CHANNEL_LL_BYTES,
     CHANNEL_STAGING_BYTES,
-    CHANNEL_WORDS_BYTES,
     DEPTH,
     MOST_VECTORS,
     NUM_CHANNELS,
-    NUM_WORDS_CHANNELS,
+    NUM_LAMPORT_CHANNELS,
     Layout,
     ll_words,
 )
@@ -28,10 +28,10 @@ from symmcomm.schedule.select_gpu import (
     choose_all_gather,
     choose_reduce_scatter,
     granule,
+    lamport_shape,
     may_start_early,
     switch_shape,
     uneven_shape,
-    words_shape,
 )
 
 WORLDS = (2, 3, 5, 8, 16, 72)
@@ -44,15 +44,15 @@ def assert_fits(shape: Launch, part_bytes: int, world_size: int, num_sms: int, i
     if shape.algorithm is Algorithm.ll:
         assert shape.threads * shape.unroll * 16 <= layout.ll_slot_bytes
         assert shape.grid * shape.threads * shape.unroll * 4 * ll_words(itemsize) >= part_bytes
-    if shape.algorithm is Algorithm.words:
+    if shape.algorithm is Algorithm.lamport:
         turn = shape.threads * shape.unroll * 16
-        assert shape.grid <= NUM_WORDS_CHANNELS
+        assert shape.grid <= NUM_LAMPORT_CHANNELS
         assert (shape.grid - 1) * turn < part_bytes
-        assert turn <= layout.words_slot_bytes
+        assert turn <= layout.lamport_slot_bytes
         turns = -(-part_bytes // (shape.grid * turn))
         assert turns == 1 or shape.slots > 0
-        assert turns * turn <= layout.words_slot_bytes or shape.slots == 2
-        assert shape.slots < 2 or 2 * turn <= layout.words_slot_bytes
+        assert turns * turn <= layout.lamport_slot_bytes or shape.slots == 2
+        assert shape.slots < 2 or 2 * turn <= layout.lamport_slot_bytes
         assert world_size * shape.unroll <= MOST_VECTORS
         assert world_size <= 4 or (shape.unroll == 1 and shape.threads < 512)  # registers
     if shape.chunk_bytes:
@@ -81,14 +81,14 @@ def test_slots_of_words_hold_two_turns_of_all_ranks_or_none() -> None:
     """Else the second slot would be filled before a rank has heard from its peers; and each thread signals one."""
     for world_size in (2, 8, 9, 16, 17, 64, 72, 128, 129, 300, 1024):
         for part in (1 << 10, 1 << 20, 1 << 30):
-            shape = words_shape(part, world_size, 132)
+            shape = lamport_shape(part, world_size, 132)
             if shape is not None:
                 assert_fits(shape, part, world_size, 132)
         assert (shape is not None) == (world_size <= 32)
 
 
 def test_an_ordinary_tensor_needs_no_heap() -> None:
-    any_tensors = (Algorithm.ll, Algorithm.words, Algorithm.ll_two_shot, Algorithm.one_shot, Algorithm.staged)
+    any_tensors = (Algorithm.ll, Algorithm.lamport, Algorithm.ll_two_shot, Algorithm.one_shot, Algorithm.staged)
     for exponent in range(31):
         for world_size in WORLDS:
             assert choose_all_gather(1 << exponent, world_size, 132).algorithm in any_tensors
@@ -99,7 +99,7 @@ def test_an_ordinary_tensor_needs_no_heap() -> None:
 def test_copy_engines_are_chosen_by_who_has_them() -> None:
     for has, expected in ((False, Algorithm.push), (True, Algorithm.copy_engine)):
         assert choose_all_gather(1 << 28, 2, 132, False, True, copy_engine=has).algorithm is expected
-        assert choose_all_gather(1 << 28, 2, 132, copy_engine=has).algorithm is Algorithm.words
+        assert choose_all_gather(1 << 28, 2, 132, copy_engine=has).algorithm is Algorithm.lamport
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -145,7 +145,7 @@ def test_the_switch_is_asked_for_what_is_large_and_lies_well() -> None:
 
 def test_what_is_not_small_needs_no_flags() -> None:
     for dtype in (DType.bfloat16, DType.float8_e5m2, DType.int32, DType.float64):
-        for num_bytes, expected in ((1 << 10, Algorithm.ll), (1 << 20, Algorithm.words)):
+        for num_bytes, expected in ((1 << 10, Algorithm.ll), (1 << 20, Algorithm.lamport)):
             assert choose(num_bytes, dtype, 2, 132).algorithm is expected
             assert choose_reduce_scatter(num_bytes, dtype, 2, 132).algorithm is expected
             assert choose_all_gather(num_bytes, 2, 132).algorithm is expected
@@ -168,16 +168,16 @@ def test_what_starts_early_is_small() -> None:
 
 def test_thresholds_move_the_choice() -> None:
     at = Thresholds(
-        all_reduce_ll_bytes=4096, one_shot_bytes=0, words_bytes=1 << 16, ll_bytes=2048, gather_push_bytes=1 << 16,
+        all_reduce_ll_bytes=4096, one_shot_bytes=0, lamport_bytes=1 << 16, ll_bytes=2048, gather_push_bytes=1 << 16,
         pull_bytes=1 << 17,
     )  # fmt: skip
     for num_bytes, expected in ((4096, Algorithm.ll), (4097, Algorithm.two_shot)):
-        assert choose(num_bytes, DType.int32, 2, 132, True, replace(at, words_bytes=0)).algorithm is expected
-    for num_bytes, expected in ((1 << 16, Algorithm.words), (1 << 17, Algorithm.two_shot)):
+        assert choose(num_bytes, DType.int32, 2, 132, True, replace(at, lamport_bytes=0)).algorithm is expected
+    for num_bytes, expected in ((1 << 16, Algorithm.lamport), (1 << 17, Algorithm.two_shot)):
         assert choose(num_bytes, DType.float32, 2, 132, True, at).algorithm is expected
-    for part, expected in ((2048, Algorithm.ll), (2049, Algorithm.words), (1 << 16, Algorithm.push)):
+    for part, expected in ((2048, Algorithm.ll), (2049, Algorithm.lamport), (1 << 16, Algorithm.push)):
         assert choose_all_gather(part, 2, 132, False, True, at).algorithm is expected
-    for part, expected in ((1 << 16, Algorithm.words), (1 << 17, Algorithm.staged)):
+    for part, expected in ((1 << 16, Algorithm.lamport), (1 << 17, Algorithm.staged)):
         assert choose_all_gather(part, 2, 132, False, False, at).algorithm is expected
     assert choose_all_gather(1 << 17, 2, 132, True, False, at).algorithm is Algorithm.pull
     for part, expected in (((1 << 17) - 1, Algorithm.staged), (1 << 17, Algorithm.pull)):
@@ -190,10 +190,10 @@ def test_areas_of_the_heap_do_not_overlap(world_size: int) -> None:
     assert 2 * world_size * layout.ll_slot_bytes <= CHANNEL_LL_BYTES
     assert DEPTH * world_size * layout.staging_slot_bytes <= CHANNEL_STAGING_BYTES
     starts = [layout.pads, layout.ring, layout.count, layout.swap_pad, layout.ll, layout.splits, layout.staging]
-    starts += [layout.words, layout.escapes, layout.data]
+    starts += [layout.lamport, layout.escapes, layout.data]
     assert starts == sorted(starts)
     assert layout.data % 4096 == 0
-    assert layout.words - layout.staging == STAGED * CHANNEL_STAGING_BYTES
-    assert layout.escapes - layout.words == NUM_WORDS_CHANNELS * CHANNEL_WORDS_BYTES
-    assert 2 * world_size * layout.words_slot_bytes <= CHANNEL_WORDS_BYTES
-    assert 16 * (layout.data - layout.escapes) == layout.escapes - layout.words
+    assert layout.lamport - layout.staging == STAGED * CHANNEL_STAGING_BYTES
+    assert layout.escapes - layout.lamport == NUM_LAMPORT_CHANNELS * CHANNEL_LAMPORT_BYTES
+    assert 2 * world_size * layout.lamport_slot_bytes <= CHANNEL_LAMPORT_BYTES
+    assert 16 * (layout.data - layout.escapes) == layout.escapes - layout.lamport

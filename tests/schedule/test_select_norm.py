@@ -8,7 +8,7 @@ import pytest
 
 from symmcomm.schedule import select_norm as select
 from symmcomm.schedule.dtypes import DType
-from symmcomm.schedule.layout_gpu import NUM_STAGED_CHANNELS, NUM_WORDS_CHANNELS, Layout
+from symmcomm.schedule.layout_gpu import NUM_LAMPORT_CHANNELS, NUM_STAGED_CHANNELS, Layout
 from symmcomm.schedule.select_norm import Form, RowLaunch
 
 HIDDEN = (1, 7, 8, 64, 100, 2880, 4096, 8192, 12300, 16384, 32767, 32768)
@@ -58,10 +58,10 @@ def test_exchanges(world_size: int, dtype: DType) -> None:
             assert shape.threads * shape.rows % 32 == 0
             assert 32 <= shape.threads * shape.rows <= 1024
             assert 1 <= shape.grid <= num_sms
-            if shape.form is Form.ll:
-                assert shape.grid <= NUM_WORDS_CHANNELS
+            if shape.form is Form.lamport:
+                assert shape.grid <= NUM_LAMPORT_CHANNELS
                 assert shape.grid % shape.cluster == 0
-                assert shape.threads * shape.unroll * 16 <= layout.words_slot_bytes
+                assert shape.threads * shape.unroll * 16 <= layout.lamport_slot_bytes
                 assert shape.cluster == 1 or arch >= 90
             else:
                 assert shape.form is Form.staged
@@ -102,7 +102,7 @@ def test_direct() -> None:
             shape = select.direct_shape(rows, hidden, DType.bfloat16, world_size, 132, max_ctas)
             assert holds_a_row(shape, hidden, DType.bfloat16)
             assert 1 <= shape.grid <= (max_ctas or 132)
-    for rows, world_size, form in ((4096, 8, Form.direct), (4096, 2, Form.staged), (128, 2, Form.ll)):
+    for rows, world_size, form in ((4096, 8, Form.direct), (4096, 2, Form.staged), (128, 2, Form.lamport)):
         chosen = select.choose_all_reduce_norm(rows, 8192, DType.bfloat16, world_size, 132, 90, True)
         assert chosen is not None
         assert chosen.form is form

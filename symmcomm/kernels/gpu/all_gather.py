@@ -20,7 +20,7 @@ rank stores its part into all targets; barrier. With ``multimem`` the switch dis
 **Pull** (the source symmetric): barrier; every rank loads its parts from all sources; barrier, as a source may change
 once its rank's kernel is done. No rank writes but into its own target, which must not overlap any source that is read.
 
-Any tensors that are not small: ``all_gather_words``. Where that does not fit: ``all_to_all.AllToAllStaged``.
+Any tensors that are not small: ``all_gather_lamport``. Where that does not fit: ``all_to_all.AllToAllStaged``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Even parts go as in ``all_gather``, whose kernels take the distance between the parts for the takers.
 
-**Staged**, for even parts where ``all_gather_words`` does not fit or pay; it serves all-gather and broadcast too: every
-rank pushes chunks of its parts into the peers' staging memory, which they copy out (see ``staged``).
+**Staged**, for even parts where ``all_gather_lamport`` does not fit or pay; it serves all-gather and broadcast too:
+every rank pushes chunks of its parts into the peers' staging memory, which they copy out (see ``staged``).
 In place is fine if the parts are even: a CTA pushes a chunk of all parts before it writes there.
 
 **Uneven**: the same, with a table of the parts in the rank's memory that only the rank itself reads; so it may be

@@ -1,8 +1,8 @@
 """The kernel of a shape: what ``schedule.select_gpu`` chose, with what is compiled into it.
 
 ``early``: whether the ranks have a GPU each that knows programmatic dependent launch (from sm_90 on). Small kernels
-then start early, see ``context.after_previous_kernel``. ``granule``: as of ``unflagged_parts.PartsInTurns``, which
-only kernels of words are compiled for; the others find out.
+then start early, see ``context.after_previous_kernel``. ``granule``: as of ``lamport_parts.PartsInTurns``, which
+only Lamport kernels are compiled for; the others find out.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from symmcomm.kernels.gpu.all_gather import AllGatherLL, AllGatherPull, AllGatherPush
-from symmcomm.kernels.gpu.all_gather_words import AllGatherWords
+from symmcomm.kernels.gpu.all_gather_lamport import AllGatherLamport
 from symmcomm.kernels.gpu.all_reduce import AllReduceStaged, AllReduceTwoShot
 from symmcomm.kernels.gpu.all_reduce_ll import AllReduceLLTwoShot
 from symmcomm.kernels.gpu.all_to_all import AllToAllStaged, AllToAllUneven
 from symmcomm.kernels.gpu.compile import Kernel
 from symmcomm.kernels.gpu.reduce_scatter import ReduceScatterLL, ReduceScatterPull, ReduceScatterStaged
-from symmcomm.kernels.gpu.reduce_scatter_words import ReduceScatterWords
+from symmcomm.kernels.gpu.reduce_scatter_lamport import ReduceScatterLamport
 from symmcomm.schedule.dtypes import DType, Op
 from symmcomm.schedule.select_gpu import Algorithm, Launch, may_start_early
 
@@ -29,8 +29,8 @@ def all_reduce(
     match shape.algorithm:
         case Algorithm.ll:
             return ReduceScatterLL(**reduction, **_cells(shape, world_size, early), same=True)
-        case Algorithm.words:
-            return ReduceScatterWords(**reduction, **_words(shape, world_size, early, granule), same=True)
+        case Algorithm.lamport:
+            return ReduceScatterLamport(**reduction, **_lamport(shape, world_size, early, granule), same=True)
         case Algorithm.ll_two_shot:
             return AllReduceLLTwoShot(**reduction, **_cells(shape, world_size, early))
         case Algorithm.two_shot:
@@ -50,8 +50,8 @@ def reduce_scatter(
     match shape.algorithm:
         case Algorithm.ll:
             return ReduceScatterLL(**reduction, **_cells(shape, world_size, early))
-        case Algorithm.words:
-            return ReduceScatterWords(**reduction, **_words(shape, world_size, early, granule))
+        case Algorithm.lamport:
+            return ReduceScatterLamport(**reduction, **_lamport(shape, world_size, early, granule))
         case Algorithm.pull:
             return ReduceScatterPull(**reduction, **_direct(shape))
     return ReduceScatterStaged(**reduction, **_chunks(shape))
@@ -62,8 +62,8 @@ def all_gather(shape: Launch, world_size: int, same: bool, early: bool = False, 
     match shape.algorithm:
         case Algorithm.ll:
             return AllGatherLL(world_size=world_size, same=same, **_cells(shape, world_size, early))
-        case Algorithm.words:
-            return AllGatherWords(world_size=world_size, same=same, **_words(shape, world_size, early, granule))
+        case Algorithm.lamport:
+            return AllGatherLamport(world_size=world_size, same=same, **_lamport(shape, world_size, early, granule))
         case Algorithm.push:
             return AllGatherPush(world_size=world_size, **_direct(shape))
         case Algorithm.pull:
@@ -83,7 +83,7 @@ def _cells(shape: Launch, world_size: int, early: bool) -> dict[str, Any]:
     return {"threads": shape.threads, "cells": shape.unroll, "early": early}
 
 
-def _words(shape: Launch, world_size: int, early: bool, granule: int) -> dict[str, Any]:
+def _lamport(shape: Launch, world_size: int, early: bool, granule: int) -> dict[str, Any]:
     early = early and may_start_early(shape, world_size, granule)
     return {
         "threads": shape.threads, "vectors": shape.unroll, "slots": shape.slots, "early": early, "granule": granule,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from symmcomm.kernels.gpu.all_reduce_norm import AllReduceNormStaged
-from symmcomm.kernels.gpu.all_reduce_norm_ll import AllReduceNormLL
+from symmcomm.kernels.gpu.all_reduce_norm_lamport import AllReduceNormLamport
 from symmcomm.kernels.gpu.norm import QKNorm, RMSNorm
 from symmcomm.kernels.gpu.reduce_scatter_norm import ReduceScatterNorm
 from symmcomm.schedule.dtypes import DType
@@ -39,14 +39,14 @@ def qk_norm(
 def exchange_norm(
     shape: RowLaunch, dtype: DType, world_size: int, arch: int, *, aligned: bool, scatter: bool = False,
     bias: bool = False, quantize: bool = False, pdl: bool = False,
-) -> AllReduceNormLL | AllReduceNormStaged:  # fmt: skip
-    """All-reduce, or with ``scatter`` reduce-scatter, and norm, of any tensors: the LL or the staged form."""
+) -> AllReduceNormLamport | AllReduceNormStaged:  # fmt: skip
+    """All-reduce, or with ``scatter`` reduce-scatter, and norm, of any tensors: the Lamport or the staged form."""
     common: dict[str, Any] = {
         "dtype": dtype, "world_size": world_size, "arch": arch, "threads": shape.threads, "vectors": shape.unroll,
         "aligned": aligned, "scatter": scatter, "bias": bias, "quantize": quantize, "pdl": pdl,
     }  # fmt: skip
-    if shape.form is Form.ll:
-        return AllReduceNormLL(**common, cluster=shape.cluster)
+    if shape.form is Form.lamport:
+        return AllReduceNormLamport(**common, cluster=shape.cluster)
     return AllReduceNormStaged(**common, rows=shape.rows, pieces=shape.pieces)
 
 

@@ -3,7 +3,7 @@
 **LL** (small; any tensors): part p goes to rank p in cells that carry their own flag (see ``cells``), which it reduces
 with its own. In place is fine: a thread has read its place in all parts before it writes.
 
-**Words** (not as small; any tensors): ``reduce_scatter_words``.
+**Words** (not as small; any tensors): ``reduce_scatter_lamport``.
 
 **Staged** (large; any tensors): the parts are pushed in chunks into the peers' staging memory (see ``staged``), where
 each rank reduces them, its own part straight from the input. The output may be any part of the input: a CTA pushes a

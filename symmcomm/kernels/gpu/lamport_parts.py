@@ -1,4 +1,4 @@
-"""Parts of equal size, anywhere in memory, as a job of ``unflagged``: CTAs take turns at pieces of all parts."""
+"""Parts of equal size, anywhere in memory, as a job of the Lamport protocol: CTAs take turns at pieces of all parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from symmcomm.kernels.gpu import unflagged
+from symmcomm.kernels.gpu import lamport
 from symmcomm.kernels.gpu.access import Access
 from symmcomm.kernels.gpu.context import block, thread
 from symmcomm.kernels.gpu.signatures import Placed
@@ -19,9 +19,9 @@ from symmcomm.schedule.layout_gpu import VECTOR_BYTES
 class InTurns(Placed):
     """What kernels with such a job have in common.
 
-    Attributes: ``vectors`` of 16 bytes a thread and turn: a CTA's must fit ``words_slot_bytes``, a thread's from all
-    ranks be at most MOST_VECTORS. ``slots`` as of ``unflagged.carry_out``, ``granule`` as of ``PartsInTurns``. Launch
-    with at most NUM_WORDS_CHANNELS CTAs, of as many threads as there are ranks or more, and none without vectors.
+    Attributes: ``vectors`` of 16 bytes a thread and turn: a CTA's must fit ``lamport_slot_bytes``, a thread's from all
+    ranks be at most MOST_VECTORS. ``slots`` as of ``lamport.carry_out``, ``granule`` as of ``PartsInTurns``. Launch
+    with at most NUM_LAMPORT_CHANNELS CTAs, of as many threads as there are ranks or more, and none without vectors.
     """
 
     vectors: int
@@ -35,7 +35,7 @@ class InTurns(Placed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartsInTurns(unflagged.Job):
+class PartsInTurns(lamport.Job):
     """The job, but for what becomes of the parts.
 
     Attributes: ``num_bytes`` of a part. ``granule``: 16, 4, 2 or 1, of which the parts' addresses and ``num_bytes`` are
@@ -55,7 +55,7 @@ class PartsInTurns(unflagged.Job):
 
     @property
     def num_turns(self) -> Any:
-        """See ``unflagged.Job``."""
+        """See ``lamport.Job``."""
         size, num_vectors = self.threads * self.vectors, Int32((self.num_bytes + (VECTOR_BYTES - 1)) // VECTOR_BYTES)
         pieces = (num_vectors + (size - 1)) // size
         return (pieces - block() + (cute.arch.grid_dim()[0] - 1)) // cute.arch.grid_dim()[0]
@@ -66,7 +66,7 @@ class PartsInTurns(unflagged.Job):
         return [first + (k * self.threads + thread()) for k in range(self.vectors)]
 
     def live(self, turn: Any) -> list[Any]:
-        """See ``unflagged.Job``."""
+        """See ``lamport.Job``."""
         return [index * VECTOR_BYTES < self.num_bytes for index in self.indices(turn)]
 
     def load_part(self, part: Any, turn: Any, when: Any) -> list[list[Any]]:

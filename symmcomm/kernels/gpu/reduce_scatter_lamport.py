@@ -1,5 +1,5 @@
-"""Reduce-scatter or all-reduce of any tensors: part p goes to rank p as vectors that announce themselves (see
-``unflagged``), which it reduces with its own, in rank order.
+"""Reduce-scatter or all-reduce of any tensors: part p goes to rank p by the Lamport protocol (``lamport``), which
+reduces it with its own, in rank order.
 
 Beside LL cells a quarter less goes over the link; beside the staged kernel hardly anything is signalled, and nobody
 waits until a store has arrived.
@@ -16,10 +16,10 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from symmcomm.kernels.gpu import unflagged
+from symmcomm.kernels.gpu import lamport
 from symmcomm.kernels.gpu.elements import Reduction
+from symmcomm.kernels.gpu.lamport_parts import InTurns, PartsInTurns
 from symmcomm.kernels.gpu.signatures import ReducingTensors
-from symmcomm.kernels.gpu.unflagged_parts import InTurns, PartsInTurns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class SumsOfParts(PartsInTurns):
     result: Any
 
     def load(self, hop: int, turn: Any) -> list[list[Any]]:
-        """See ``unflagged.Job``."""
+        """See ``lamport.Job``."""
         part = self.source if self.same else self.source + Int64(self.ctx.neighbour(hop)) * self.num_bytes
         return self.load_part(part, turn, Boolean(True))
 
@@ -40,16 +40,16 @@ class SumsOfParts(PartsInTurns):
         """Reduces."""
         own = self.load(0, turn)
         if going:
-            got, going = unflagged.receive(self, turn, self.live(turn))
+            got, going = lamport.receive(self, turn, self.live(turn))
             if going:
-                came = [unflagged.vectors_of(self.ctx, got, k, self.vectors) for k in range(self.vectors)]
+                came = [lamport.vectors_of(self.ctx, got, k, self.vectors) for k in range(self.vectors)]
                 sums = [self.reduction.reduce(self.ctx.in_rank_order(own[k], came[k])) for k in range(self.vectors)]
                 self.store_part(self.result, turn, sums, Boolean(True))
         return going
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceScatterWords(InTurns, ReducingTensors):
+class ReduceScatterLamport(InTurns, ReducingTensors):
     """The kernel. ``source``: ``world_size`` parts of ``count`` elements, or if all parts are the ``same`` that one,
     which makes it an all-reduce; ``result``: ``count`` elements."""
 
@@ -63,4 +63,4 @@ class ReduceScatterWords(InTurns, ReducingTensors):
             num_bytes=count * self.dtype.itemsize, granule=self.granule,
             reduction=self.reduction, source=source, result=result,
         )  # fmt: skip
-        unflagged.carry_out(job, self.slots)
+        lamport.carry_out(job, self.slots)

@@ -1,12 +1,11 @@
-"""Vectors that announce themselves: data pushed to a peer that sees by its bits that it has come. No flags, no barrier,
-and nothing on the link but the data.
+"""The Lamport protocol: data pushed to a peer that sees by its bits that it has come. No flags, no barrier, and nothing
+on the link but the data. (TensorRT-LLM and FlashInfer call it so. Theirs gives up the value -0.0 of each element, this
+one gives up none.)
 
 A vector of 16 bytes is stored, polled and cleared by single accesses (``store_128``), and a slot is zero wherever
 nothing has arrived. So what goes out is the vector xor ``KEY``, which is zero for one vector of 2¹²⁸ alone. That one
 goes out as 1, as does the vector that would be 1 anyway, and with a 1 goes a byte, elsewhere: 2 for the one, 3 for the
 other. A receiver polls until the vector is not zero; if it is 1, until the byte is not; then it stores zeros there.
-(Names say *words* for such vectors: an LL cell is three words and a flag, and this is four words. TensorRT-LLM and
-FlashInfer call such protocols Lamport's; theirs give up the value -0.0 of each element, this one gives up none.)
 
 When may a slot be filled again? Slots alternate with the parity of the channel's epoch, and rank r fills p's at epoch e
 once r's kernel of epoch e - 1 is done. In it every CTA received something from p that p sent at e - 1, and p sent that
@@ -48,7 +47,7 @@ from symmcomm.kernels.gpu.primitives import (
     store_narrow,
 )
 from symmcomm.kernels.gpu.registers import keep, kept_in, registers
-from symmcomm.schedule.layout_gpu import CHANNEL_WORDS_BYTES, MOST_VECTORS, VECTOR_BYTES, Phase
+from symmcomm.schedule.layout_gpu import CHANNEL_LAMPORT_BYTES, MOST_VECTORS, VECTOR_BYTES, Phase
 
 AHEAD = 1
 """Turns that are sent before the first is taken."""
@@ -97,7 +96,7 @@ class Job(ABC):
     @property
     def slot_turns(self) -> int:
         """Turns that fit a slot."""
-        return self.ctx.layout.words_slot_bytes // (self.threads * self.vectors * VECTOR_BYTES)
+        return self.ctx.layout.lamport_slot_bytes // (self.threads * self.vectors * VECTOR_BYTES)
 
     def places(self, turn: Any) -> list[Any]:
         """The thread's in a slot, of that turn in it; ``threads`` apart."""
@@ -191,10 +190,10 @@ def run(
 
 def slot(ctx: Context, peer: Any, epoch: Any, sender: Any) -> tuple[Any, Any]:
     """Where ``sender`` puts the CTA's vectors for that epoch, in the peer's heap, and the bytes that go with them."""
-    size, parity = ctx.layout.words_slot_bytes, Int64(epoch & Uint32(1))
-    first = Int64(block()) * (CHANNEL_WORDS_BYTES // VECTOR_BYTES) + parity * (ctx.world_size * size // VECTOR_BYTES)
+    size, parity = ctx.layout.lamport_slot_bytes, Int64(epoch & Uint32(1))
+    first = Int64(block()) * (CHANNEL_LAMPORT_BYTES // VECTOR_BYTES) + parity * (ctx.world_size * size // VECTOR_BYTES)
     index = first + Int64(sender) * (size // VECTOR_BYTES)
-    vectors = ctx.peer_address(peer, ctx.layout.words) + index * VECTOR_BYTES
+    vectors = ctx.peer_address(peer, ctx.layout.lamport) + index * VECTOR_BYTES
     return vectors, ctx.peer_address(peer, ctx.layout.escapes) + index
 
 

@@ -1,5 +1,4 @@
-"""What the host hands to the GPU in stream order: words that travel as a kernel's arguments, so that a graph keeps
-them, and compare-and-swap signals."""
+"""Compare-and-swap signals between two ranks, as kernels of their own."""
 
 from __future__ import annotations
 
@@ -12,32 +11,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from symmcomm.kernels.gpu.context import Context, begin, thread
-from symmcomm.kernels.gpu.primitives import put_signal, store, wait_signal
+from symmcomm.kernels.gpu.primitives import put_signal, wait_signal
 from symmcomm.schedule.layout_gpu import Layout
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreWords:
-    """Writes ``num`` i64 (at most 500: arguments have 4 KiB) to the rank's own heap."""
-
-    num: int
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Placeholders for ``compile``."""
-        return (Int64(0), Int64(0), Int32(0), Int64(0), tuple(Int64(0) for _ in range(self.num)))
-
-    @cute.jit
-    def __call__(
-        self, base: Int64, stride: Int64, rank: Int32, offset: Int64, words: Any, stream: cuda.CUstream
-    ) -> None:
-        """``offset``: from the start of the heap; ``words``: a tuple."""
-        kernel = self.kernel(base + Int64(rank) * stride + offset, words)
-        kernel.launch(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
-
-    @cute.kernel
-    def kernel(self, address: Int64, words: Any) -> None:
-        for i in cutlass.range_constexpr(self.num):
-            store(address + 8 * i, [words[i]])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""The calls in the table of ``all_gather``, between any tensors: parts go as vectors that announce themselves (see
-``unflagged``), which their takers store where they belong.
+"""The calls in the table of ``all_gather``, between any tensors: parts go by the Lamport protocol (``lamport``),
+and their takers store them where they belong.
 
 In place is fine, for an all-to-all too: in each turn a thread has the same place in all parts, and has loaded it from
 all of them, as it sends AHEAD turns before, when it writes there.
@@ -13,9 +13,9 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from symmcomm.kernels.gpu import unflagged
+from symmcomm.kernels.gpu import lamport
+from symmcomm.kernels.gpu.lamport_parts import InTurns, PartsInTurns
 from symmcomm.kernels.gpu.signatures import MovingParts
-from symmcomm.kernels.gpu.unflagged_parts import InTurns, PartsInTurns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class MovedParts(PartsInTurns):
         return self.target + Int64(peer) * self.target_pitch
 
     def load(self, hop: int, turn: Any) -> list[list[Any]]:
-        """See ``unflagged.Job``."""
+        """See ``lamport.Job``."""
         return self.load_part(self.leaves(self.ctx.neighbour(hop)), turn, self.sent_by(self.ctx.rank))
 
     @cute.jit
@@ -47,17 +47,17 @@ class MovedParts(PartsInTurns):
         moves = self.sent_by(ctx.rank) & (stays != place)
         own = self.load_part(stays, turn, moves)
         if going:
-            got, going = unflagged.receive(self, turn, self.live(turn))
+            got, going = lamport.receive(self, turn, self.live(turn))
             if going:
                 self.store_part(place, turn, own, moves)
                 for index, peer in enumerate(ctx.senders):
-                    came = [unflagged.vectors_of(ctx, got, k, self.vectors)[index] for k in range(self.vectors)]
+                    came = [lamport.vectors_of(ctx, got, k, self.vectors)[index] for k in range(self.vectors)]
                     self.store_part(self.arrives(peer), turn, came, self.sent_by(peer) & (peer != ctx.rank))
         return going
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllGatherWords(InTurns, MovingParts):
+class AllGatherLamport(InTurns, MovingParts):
     """The kernel. ``same``: all takers get the same (the source pitch is 0)."""
 
     same: bool
@@ -73,4 +73,4 @@ class AllGatherWords(InTurns, MovingParts):
             num_bytes=num_bytes, granule=self.granule,
             source=source, source_pitch=source_pitch, target=target, target_pitch=target_pitch,
         )  # fmt: skip
-        unflagged.carry_out(job, self.slots)
+        lamport.carry_out(job, self.slots)

@@ -1,6 +1,6 @@
 """All-reduce or reduce-scatter of rows, residual and RMSNorm in one kernel, without flags and barriers.
 
-Formulas in ``norm_row``; ``unflagged`` says how data announces itself. A row is shared by a cluster of CTAs, each of
+Formulas in ``norm_row``; ``lamport`` says how data announces itself. A row is shared by a cluster of CTAs, each of
 which is a channel and holds ``threads · vectors`` vectors of it. Every rank sends its row to all, adds up what it gets
 in rank order, and norms it: so all ranks come to the same bits. The CTAs of a cluster exchange their sums of squares
 through shared memory (see ``team``). All threads take part in that, whatever has happened: those of a rank that gave up
@@ -21,7 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from symmcomm.kernels.gpu import unflagged
+from symmcomm.kernels.gpu import lamport
 from symmcomm.kernels.gpu.cells import remind
 from symmcomm.kernels.gpu.context import Context, after_previous_kernel, begin, block, end, thread
 from symmcomm.kernels.gpu.norm_row import Math, NormArguments, Parts, Rows, placeholders
@@ -33,7 +33,7 @@ from symmcomm.schedule.layout_gpu import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordsOfRows(unflagged.Job):
+class RowsInTurns(lamport.Job):
     """The job: a row a turn. What is missing in the last parts goes as zeros."""
 
     rows: Rows
@@ -51,17 +51,17 @@ class WordsOfRows(unflagged.Job):
         return turn * (cute.arch.grid_dim()[0] // self.cluster) + block() // self.cluster
 
     def load(self, hop: int, turn: Any) -> list[list[Any]]:
-        """See ``unflagged.Job``."""
+        """See ``lamport.Job``."""
         number, exists = self.parts.locate(hop, self.row(turn))
         row = self.rows.arguments.source + Int64(number) * self.rows.arguments.source_pitch
         return [self.rows.access.load(row, i, exists) for i in self.rows.indices]
 
     def live(self, turn: Any) -> list[Any]:
-        """See ``unflagged.Job``."""
+        """See ``lamport.Job``."""
         return [self.rows.access.inside(i) for i in self.rows.indices]
 
     def slot(self, turn: Any) -> tuple[Any, list[Any]]:
-        """See ``unflagged.Job``: all turns fit one."""
+        """See ``lamport.Job``: all turns fit one."""
         return self.epoch, self.places(turn)
 
     @cute.jit
@@ -71,7 +71,7 @@ class WordsOfRows(unflagged.Job):
         old = given.residual + Int64(self.row(turn)) * given.residual_pitch
         residual = [self.rows.access.load(old, i, exists) for i in self.rows.indices]
         live = [going & each for each in self.live(turn)]
-        got, arrived = unflagged.receive(self, turn, live)
+        got, arrived = lamport.receive(self, turn, live)
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
         going = going & arrived
@@ -86,7 +86,7 @@ class WordsOfRows(unflagged.Job):
         for k, index in enumerate(self.rows.indices):
             ordered = [
                 [pick(live[k], word, Uint32(0)) for word in vector]  # what is not live has not been received
-                for vector in self.ctx.in_rank_order(own[k], unflagged.vectors_of(self.ctx, got, k, self.vectors))
+                for vector in self.ctx.in_rank_order(own[k], lamport.vectors_of(self.ctx, got, k, self.vectors))
             ]
             added, rounded = math.add_residual(math.sum_of(ordered), residual[k])
             self.rows.access.store(target, index, rounded, kept)
@@ -97,9 +97,9 @@ class WordsOfRows(unflagged.Job):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduceNormLL:
+class AllReduceNormLamport:
     """The kernel. Attributes: ``threads`` a CTA (whole warps), ``vectors`` of 16 bytes a thread, ``cluster`` CTAs a row
-    (1 below sm_90): together they hold a row. What a CTA holds of all its rows must fit ``words_slot_bytes``; of
+    (1 below sm_90): together they hold a row. What a CTA holds of all its rows must fit ``lamport_slot_bytes``; of
     several, only if ``cluster`` is 1. ``aligned``, ``bias``, ``quantize``, ``pdl`` as of ``RMSNorm``."""
 
     dtype: DType
@@ -122,7 +122,7 @@ class AllReduceNormLL:
     def __call__(
         self, base: Int64, stride: Int64, rank: Int32, tensors: NormArguments, grid: Int32, stream: cuda.CUstream
     ) -> None:
-        """``grid``: at most NUM_WORDS_CHANNELS, and no CTA may be without a row (with ``scatter`` of a part). Tensors
+        """``grid``: at most NUM_LAMPORT_CHANNELS, and no CTA may be without a row (with ``scatter`` of a part). Tensors
         are ordinary; with ``scatter`` all but the source hold the rank's part."""
         self.kernel(base, stride, rank, tensors).launch(
             grid=(grid, 1, 1), block=(self.threads, 1, 1), cluster=(self.cluster, 1, 1) if self.cluster > 1 else None,
@@ -135,7 +135,7 @@ class AllReduceNormLL:
         ctx = Context(base, stride, rank, Layout.create(self.world_size))
         first = block() % self.cluster * (self.threads * self.vectors)
         rows = self._rows(tensors, team, [first + k * self.threads + thread() for k in range(self.vectors)])
-        job = WordsOfRows(
+        job = RowsInTurns(
             ctx=ctx, epoch=None, threads=self.threads, vectors=self.vectors, same=not self.scatter,
             rows=rows, parts=Parts(ctx=ctx, num_rows=tensors.rows, scatter=self.scatter), cluster=self.cluster,
         )  # fmt: skip
@@ -146,7 +146,7 @@ class AllReduceNormLL:
         if in_order:
             remind(ctx, epoch)
         job = replace(job, epoch=epoch + 1)
-        unflagged.run(epoch + 1, job.num_turns, fetched, job, in_order)
+        lamport.run(epoch + 1, job.num_turns, fetched, job, in_order)
         if in_order:
             end(ctx, block(), epoch + 1)
 

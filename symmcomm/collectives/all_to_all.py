@@ -33,6 +33,7 @@ def all_to_all_single(
         output, input: contiguous, any one dtype; without splits of the same element count, a multiple of world_size.
             ``output`` may be ``input`` if there are no splits; if ``input`` is symmetric, peers read it in place.
         output_split_sizes, input_split_sizes: rows (of dimension 0) from and to each rank; sums are the tensors' rows.
+            On all ranks or on none.
     """
     if _absent(output_split_sizes) and _absent(input_split_sizes):
         return _even(self, output, input)

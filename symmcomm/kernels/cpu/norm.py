@@ -40,6 +40,7 @@ from symmcomm.kernels.cpu.elements import (
     store_accumulator,
 )
 from symmcomm.kernels.cpu.primitives import call_2, call_5, load_i64, store_i64
+from symmcomm.kernels.cpu.reduce import accumulate
 from symmcomm.schedule.dtypes import DType, Op
 
 CALL, ADD, NORMALISE, ITEMSIZE, ROWS, HIDDEN = 0, 1, 2, 3, 4, 5  # word of the call; entries; row count is all ranks'
@@ -102,15 +103,7 @@ def build_add(dtype: int, itemsize: int, parts: int, cached: bool = True) -> Any
             return 0
         for start in range(0, count, TILE_ELEMENTS):
             n, part, to = min(TILE_ELEMENTS, count - start), start * itemsize, tile + 4 * start
-            for i in range(n):
-                value = combine(load(first + part, i, dtype, _SUM), load(second + part, i, dtype, _SUM), dtype, _SUM)
-                store_accumulator(to, i, value, dtype, _SUM)
-            for s in range(2, num - 1):
-                source = load_i64(sources + 8 * s) + part
-                for i in range(n):
-                    value = combine(load_accumulator(to, i, dtype, _SUM), load(source, i, dtype, _SUM), dtype, _SUM)
-                    store_accumulator(to, i, value, dtype, _SUM)
-            last = load_i64(sources + 8 * (num - 1)) + part
+            last = accumulate(to, sources, num, part, n, dtype, _SUM)
             for i in range(n):
                 value = combine(load_accumulator(to, i, dtype, _SUM), load(last, i, dtype, _SUM), dtype, _SUM)
                 _finish(value, i, to, kept + part, residual + part, dtype, has_residual, keeps, has_tile)

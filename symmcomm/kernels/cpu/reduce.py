@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import cfunc, types
+from numba import cfunc, njit, types
 
 from symmcomm.kernels.compile import compile_once
 from symmcomm.kernels.cpu.bfloat16_block import BFLOAT16_BLOCK, reduce_bfloat16_block
@@ -23,6 +23,21 @@ from symmcomm.kernels.cpu.primitives import load_i64
 from symmcomm.schedule.dtypes import DType, Op
 
 _SIGNATURE = types.int64(types.int64, types.int64, types.int64, types.int64, types.int64)
+
+
+@njit(inline="always")  # a function of ``build`` could not be cached
+def accumulate(tile, sources, num, at, n, dtype, op):  # type: ignore[no-untyped-def]
+    """All but the last of ``num`` (≥ 3) sources, ``n`` elements from byte ``at`` of each on, into the tile. Returns
+    where the last one's are."""
+    first, second = load_i64(sources) + at, load_i64(sources + 8) + at
+    for i in range(n):
+        store_accumulator(tile, i, combine(load(first, i, dtype, op), load(second, i, dtype, op), dtype, op), dtype, op)
+    for s in range(2, num - 1):
+        source = load_i64(sources + 8 * s) + at
+        for i in range(n):
+            value = combine(load_accumulator(tile, i, dtype, op), load(source, i, dtype, op), dtype, op)
+            store_accumulator(tile, i, value, dtype, op)
+    return load_i64(sources + 8 * (num - 1)) + at
 
 
 def build(dtype: int, op: int, itemsize: int, cached: bool = True) -> Any:
@@ -36,9 +51,8 @@ def build(dtype: int, op: int, itemsize: int, cached: bool = True) -> Any:
 
     @cfunc(_SIGNATURE, cache=cached)
     def reduce(destination, sources, num, count, tile):  # type: ignore[no-untyped-def]
-        first, second = load_i64(sources), load_i64(sources + 8)
         if num == 2:
-            done = 0
+            first, second, done = load_i64(sources), load_i64(sources + 8), 0
             if in_blocks:
                 for i in range(count // BFLOAT16_BLOCK):
                     reduce_bfloat16_block(destination, first, second, i, num, dtype, op)
@@ -50,15 +64,7 @@ def build(dtype: int, op: int, itemsize: int, cached: bool = True) -> Any:
         for start in range(0, count, TILE_ELEMENTS):
             n = min(TILE_ELEMENTS, count - start)
             at = start * itemsize
-            for i in range(n):
-                value = combine(load(first + at, i, dtype, op), load(second + at, i, dtype, op), dtype, op)
-                store_accumulator(tile, i, value, dtype, op)
-            for s in range(2, num - 1):
-                source = load_i64(sources + 8 * s) + at
-                for i in range(n):
-                    value = combine(load_accumulator(tile, i, dtype, op), load(source, i, dtype, op), dtype, op)
-                    store_accumulator(tile, i, value, dtype, op)
-            last = load_i64(sources + 8 * (num - 1)) + at
+            last = accumulate(tile, sources, num, at, n, dtype, op)
             for i in range(n):
                 value = combine(load_accumulator(tile, i, dtype, op), load(last, i, dtype, op), dtype, op)
                 store(destination + at, i, finish(value, num, dtype, op), dtype, op)

@@ -19,6 +19,8 @@ from symmcomm import ClosedError, Communicator, ConcurrentCallError, PeerAborted
 from symmcomm.testing.faults import agreed_time, signal_self_at
 from symmcomm.testing.spawn import run_ranks
 
+SOON_S = 0.5  # until the signal: time enough for its rank to be in the call
+
 
 class StopError(Exception):
     """Of a handler of the user's."""
@@ -55,7 +57,7 @@ def sleep_until(moment: float) -> None:
 def raise_while_the_peer_comes(call: str) -> None:
     """The handler of rank 0 starts while it waits; then rank 1 comes; then the handler raises."""
     comm = started(call)
-    moment = agreed_time(comm, 0.2)
+    moment = agreed_time(comm, SOON_S)
     if comm.rank == 1:
         sleep_until(moment + 0.3)
         with contextlib.suppress(PeerAbortedError):
@@ -84,7 +86,7 @@ class Large:
 def later_calls(call: str) -> None:
     """After Ctrl-C in a call, the next ones say so, and nothing holds what the steps that failed had."""
     comm = started(call)
-    moment = agreed_time(comm, 0.2)
+    moment = agreed_time(comm, SOON_S)
     if comm.rank == 1:
         sleep_until(moment + 0.5)
         return
@@ -116,7 +118,7 @@ def test_later_calls(call: str) -> None:
 
 def call_of_a_handler() -> None:
     """A handler that communicates in the middle of a call is refused; it must not wait for its own thread."""
-    moment = agreed_time(started("all_reduce of the group"), 0.2)
+    moment = agreed_time(started("all_reduce of the group"), SOON_S)
     if dist.get_rank() == 1:
         sleep_until(moment + 0.5)
         with contextlib.suppress(PeerAbortedError):

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from symmcomm.collectives.gpu import GpuCollectives
 
 _FORKED = "this communicator belongs to the parent process: a forked child must call init() anew"
-_CONCURRENT = "another thread is in a call on this communicator: give each thread its own by split()"
+_CONCURRENT = "a call is under way, in another thread (split() gives each its own) or below this signal handler"
 
 
 class Communicator:

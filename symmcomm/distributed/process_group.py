@@ -34,7 +34,7 @@ from symmcomm.distributed.point_to_point import Mailbox
 from symmcomm.distributed.profiling import ending
 from symmcomm.distributed.work import FINISHED, GroupedWork, PendingWork
 from symmcomm.env import Settings
-from symmcomm.errors import ArgumentError, ClosedError, DTypeError
+from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, DTypeError
 from symmcomm.kernels.cpu import context as c
 from symmcomm.memory.handle import Side
 
@@ -370,8 +370,11 @@ class SymmProcessGroup(dist.ProcessGroup):
         self._store = self._fallback_store = None
         self._mailbox.close()
         self._lane.close()
-        self._lane.busy.acquire(timeout=self._timeout_s)  # a call that still runs finds the communicator closed
-        self.comm.close(wait=False)
+        self._lane.busy.acquire(timeout=self._timeout_s)
+        try:
+            self.comm.close(wait=False)
+        except ConcurrentCallError:  # a call below this signal handler, which ends next; its memory stays
+            self.comm.watch.interrupt = self.comm.watch.interrupt or ClosedError("the process group was destroyed")
         if self._nccl is not None:
             self._nccl.shutdown()
 

@@ -134,6 +134,32 @@ def test_call_of_a_handler() -> None:
     run_ranks(call_of_a_handler, 2)
 
 
+def destroyed_by_a_handler(exits: bool) -> None:
+    """As a job that is told to end does it: the call that the handler interrupts ends as well."""
+    moment = agreed_time(started("all_reduce of the group"), SOON_S)
+    if dist.get_rank() == 1:
+        sleep_until(moment + 0.5)
+        with contextlib.suppress(PeerAbortedError):
+            dist.barrier()
+        return
+
+    def handler(*_: object) -> None:
+        dist.destroy_process_group()
+        if exits:
+            raise SystemExit(3)
+
+    signal.signal(signal.SIGUSR1, handler)
+    signal_self_at(moment, signal.SIGUSR1)
+    with pytest.raises(SystemExit if exits else ClosedError):
+        dist.barrier()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_destroyed_by_a_handler(exits: bool) -> None:
+    run_ranks(destroyed_by_a_handler, 2, exits)
+
+
 def lane_left_taken() -> None:
     """As Ctrl-C leaves it, when it comes just after a call has taken the lane."""
     group()

@@ -8,8 +8,9 @@ No wake-up is lost: the thread goes back to sleep when it finds the lane busy, a
 queue after letting go of it.
 
 A signal handler may raise, as Ctrl-C does, just when a thread has taken the lane, or is about to let go of it. The lane
-then stays that thread's: it alone can take it again, and lets go of it all when it next leaves. A handler that makes a
-call while its own thread is in one takes the lane as well, and is refused by the communicator.
+then stays that thread's: it alone can take it again, and lets go of it all when it next leaves. ``inside`` tells this
+from a handler that makes a call while its own thread is in one, and is refused: who takes the lane sets it within the
+``try`` block, and clears it first thing in ``finally``. Python runs handlers after calls only, so neither is missed.
 
 Futures are completed after the lane is let go of, since callbacks may make calls and wait for them, as DDP's hooks do.
 If that happens while all threads of the lane are in callbacks, it gets another one.
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from symmcomm.distributed.work import PendingWork
-from symmcomm.errors import WaitTimeoutError
+from symmcomm.errors import ConcurrentCallError, WaitTimeoutError
 
 FOREVER = threading.TIMEOUT_MAX
 
@@ -44,7 +45,7 @@ class Lane:
     def __init__(self, name: str, timeout_s: float = FOREVER) -> None:
         self.name, self.timeout_s = name, timeout_s
         self.busy = threading.RLock()
-        self.try_enter = self.busy.acquire
+        self.inside = False  # whether the thread that has the lane is in a call
         self._is_mine: Callable[[], bool] = self.busy._is_owned  # type: ignore[attr-defined]  # as Condition has it
         self.pending: deque[PendingWork] = deque()
         self._wakeups: SimpleQueue[None] = SimpleQueue()
@@ -54,10 +55,18 @@ class Lane:
         self._num_away = 0  # threads that are in callbacks
         self._closed = False
 
-    def enter(self) -> bool:
-        """Takes the lane for a synchronous call, if nothing runs or is queued. The shortest call of all looks at both
-        itself, with ``try_enter(False)``."""
+    def take(self) -> bool:
+        """Takes the lane if no other thread has it. Raises ConcurrentCallError if this one is in a call."""
         if not self.busy.acquire(False):
+            return False
+        if self.inside:
+            self.busy.release()
+            raise ConcurrentCallError(f"{self.name}: a call is under way below this signal handler")
+        return True
+
+    def enter(self) -> bool:
+        """Takes the lane for a synchronous call, if nothing runs or is queued."""
+        if not self.take():
             return False
         if self.pending:
             self.leave()
@@ -99,14 +108,17 @@ class Lane:
 
         Raises:
             WaitTimeoutError: not done after ``timeout_s`` (0: the lane's). The work goes on.
+            ConcurrentCallError: see ``take``.
         """
         limit_s = timeout_s if timeout_s > 0 else self.timeout_s
         deadline = time.monotonic() + limit_s
-        if (timeout_s <= 0 or self.can_stop) and self.busy.acquire(False):
+        if (timeout_s <= 0 or self.can_stop) and self.take():
             try:
+                self.inside = True
                 while not work.done:
                     self.step(deadline)
             finally:
+                self.inside = False
                 self.leave()
         if not work.done and not work.await_done(deadline - time.monotonic()):
             raise self.timed_out(work, limit_s)

@@ -175,9 +175,10 @@ class AnySource(Lane):
             looked = time.monotonic() if looks else looked
             for source in range(self._mailbox.comm.world_size):
                 inbox = self._mailbox.inbox(source)
-                if not inbox.busy.acquire(False):
+                if not inbox.take():
                     continue  # somebody waits there, and serves all
                 try:
+                    inbox.inside = True
                     head = inbox.channel.head(False)
                     if head is not None:
                         inbox.serve(*head)
@@ -189,6 +190,7 @@ class AnySource(Lane):
                         self.pending.clear()
                     end_all(receives, error, inbox)
                 finally:
+                    inbox.inside = False
                     inbox.leave()
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _PAUSE_S[1])
@@ -234,10 +236,12 @@ class Mailbox:
         word, source, outbox = _word(tensor, tag, internal), as_dense(tensor), self._outbox(dst)
         if outbox.enter():
             try:
+                outbox.inside = True
                 if max(source.nbytes, 1) <= outbox.channel.room():
                     outbox.channel.send(word, source)
                     return FINISHED
             finally:
+                outbox.inside = False
                 outbox.leave()
         work = PendingWork(outbox, partial(outbox.channel.send, word, source), [tensor], dst)
         outbox.submit(work)
@@ -249,12 +253,14 @@ class Mailbox:
         word, target, inbox = _word(tensor, tag, internal), as_dense(tensor), self.inbox(src)
         if inbox.enter():
             try:
+                inbox.inside = True
                 head = None if inbox.aside or self.from_any else inbox.channel.head(False)
                 if head is not None and key_of(head[0]) == key_of(word):
                     inbox.channel.receive(word, target)
                     settle(tensor, target)
                     return self._received[src]
             finally:
+                inbox.inside = False
                 inbox.leave()
         receive = Receive(inbox, word, target, tensor, src)
         self._post(receive, [inbox], inbox)

@@ -106,8 +106,10 @@ class SymmProcessGroup(dist.ProcessGroup):
         """Does ``call(comm, *args)`` here, after all calls that were made before. Collective if the call is."""
         if self._lane.enter():
             try:
+                self._lane.inside = True
                 call(self.comm, *args)
             finally:
+                self._lane.inside = False
                 self._lane.leave()
         else:
             self._later([], call, *args).wait()
@@ -189,14 +191,15 @@ class SymmProcessGroup(dist.ProcessGroup):
         if not isinstance(opts, AllreduceOptions) or len(tensors) != 1:
             return self._allreduce_loosely(tensors, opts)
         tensor, lane = tensors[0], self._lane
-        if not opts.asyncOp and not _profiler_enabled() and lane.try_enter(False):
+        if not opts.asyncOp and not _profiler_enabled() and lane.enter():
             try:
-                if not lane.pending:
-                    self._all_reduce(tensor, NAMES[hash(opts.reduceOp)])
-                    return FINISHED
+                lane.inside = True
+                self._all_reduce(tensor, NAMES[hash(opts.reduceOp)])
+                return FINISHED
             except (ArgumentError, DTypeError, KeyError):
                 pass  # nothing was communicated: perhaps it is for one of the ways below
             finally:
+                lane.inside = False
                 lane.leave()
         if (work := self._foreign("allreduce", tensor, tensors, opts)) is not None:
             return work

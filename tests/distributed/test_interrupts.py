@@ -116,7 +116,7 @@ def test_later_calls(call: str) -> None:
     run_ranks(later_calls, 2, call)
 
 
-def call_of_a_handler() -> None:
+def call_of_a_handler(async_op: bool) -> None:
     """A handler that communicates in the middle of a call is refused; it must not wait for its own thread."""
     moment = agreed_time(started("all_reduce of the group"), SOON_S)
     if dist.get_rank() == 1:
@@ -124,14 +124,49 @@ def call_of_a_handler() -> None:
         with contextlib.suppress(PeerAbortedError):
             dist.barrier()
         return
-    signal.signal(signal.SIGUSR1, lambda *_: dist.all_reduce(torch.ones(3)))
+
+    def handler(*_: object) -> None:
+        work = dist.all_reduce(torch.ones(3), async_op=async_op)
+        if work is not None:
+            work.wait()
+
+    signal.signal(signal.SIGUSR1, handler)
     signal_self_at(moment, signal.SIGUSR1)
-    with pytest.raises(ConcurrentCallError):
+    with pytest.raises(ConcurrentCallError, match="below this signal handler"):
         dist.barrier()
 
 
-def test_call_of_a_handler() -> None:
-    run_ranks(call_of_a_handler, 2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_call_of_a_handler(async_op: bool) -> None:
+    run_ranks(call_of_a_handler, 2, async_op)
+
+
+def receive_of_a_handler(source: int | None, handlers_source: int | None) -> None:
+    """In the middle of a receive: refused if its thread serves the queue; else another one does, and serves both."""
+    moment = agreed_time(started("message of the group"), SOON_S)
+    if dist.get_rank() == 1:
+        sleep_until(moment + 0.2)
+        for value in (5.0, 6.0):
+            dist.isend(torch.full((4,), value), 0)
+        time.sleep(0.5)
+        return
+    got: list[float] = []
+
+    def receive(source: int | None) -> None:
+        message = torch.zeros(4)
+        dist.recv(message, source)
+        got.append(message[0].item())
+
+    signal.signal(signal.SIGUSR1, lambda *_: receive(handlers_source))
+    signal_self_at(moment, signal.SIGUSR1)
+    with contextlib.suppress(ConcurrentCallError):
+        receive(source)
+        assert sorted(got) == [5, 6]
+
+
+@pytest.mark.parametrize(("source", "handlers_source"), [(1, 1), (1, None), (None, 1), (None, None)])
+def test_receive_of_a_handler(source: int | None, handlers_source: int | None) -> None:
+    run_ranks(receive_of_a_handler, 2, source, handlers_source)
 
 
 def destroyed_by_a_handler(exits: bool) -> None:
@@ -169,19 +204,19 @@ def lane_left_taken() -> None:
     dist.recv(message, 1 - rank)
     inbox = dist.group.WORLD._mailbox.inbox(1 - rank)
     for _ in range(3):
-        assert lane.try_enter(False)
-        assert inbox.try_enter(False)
+        assert lane.busy.acquire(False)
+        assert inbox.busy.acquire(False)
         dist.all_reduce(tensor)
         work = dist.all_reduce(tensor, async_op=True)
         assert work.get_future().wait()  # the lane's own thread did it
-        assert lane.try_enter(False)
+        assert lane.busy.acquire(False)
         dist.all_reduce(tensor, async_op=True).wait()
         dist.barrier()
         dist.send(message, 1 - rank)
         received = dist.irecv(message, 1 - rank)
         received.get_future().wait()
     assert tensor[0] == 2**9
-    assert lane.try_enter(False)
+    assert lane.busy.acquire(False)
     dist.destroy_process_group()
 
 

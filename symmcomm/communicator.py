@@ -50,7 +50,6 @@ from symmcomm.watch import Watch
 if TYPE_CHECKING:
     from symmcomm.collectives.gpu import GpuCollectives
 
-_FORKED = "this communicator belongs to the parent process: a forked child must call init() anew"
 _CONCURRENT = "a call is under way, in another thread (split() gives each its own) or below this signal handler"
 
 
@@ -316,12 +315,15 @@ class Communicator:
             self._failure = retold(error)
             if self.gpu is not None:
                 self.gpu.stop(error)
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else its frames would hold it, and it them
         if status == c.MISMATCH:
             raise explain(self)
         state = int(self._context[c.STATE])
         if state == c.FORKED:
-            raise ClosedError(_FORKED)
+            raise ClosedError("this communicator belongs to the parent process: a forked child must call init() anew")
         if state == c.CLOSED:
             raise ClosedError("the communicator is closed")
         if state == c.FAILED and self._failure is not None:
@@ -386,7 +388,7 @@ def init(
         single_copy = agree_on_reading(rank, settings.single_copy, all_gather)
         if rank == 0:
             compile_once(cpu.load)  # fills Numba's cache for the others
-        bootstrap.all_gather(b"kernels are compiled", max(timeout_s, PATIENCE_S))
+        bootstrap.all_gather(b"kernels are compiled", timeout_s if rank == 0 else max(timeout_s, PATIENCE_S))
         comm = Communicator(
             rank, world_size, all_gather, settings, num_cores, single_copy, bootstrap.name, joined,
             bool(topology or settings.topology),

@@ -73,9 +73,10 @@ class Watch:
         answer = c.GO_ON
         while True:
             try:
-                yield answer
-                self.error = self._look()
-                answer = c.GO_ON if self.error is None else c.STOP
+                while True:  # Python runs handlers where it jumps back as well: here that is inside the block
+                    yield answer
+                    self.error = self._look()
+                    answer = c.GO_ON if self.error is None else c.STOP
             except GeneratorExit:
                 raise
             except BaseException as error:

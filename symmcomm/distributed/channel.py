@@ -57,7 +57,7 @@ class Channel:
     """The way of messages to a peer, and from it. Each direction is for one thread at a time; ``Lane`` sees to that."""
 
     def __init__(self, comm: Communicator, peer: int) -> None:
-        if comm.field(c.STATE) == c.FORKED:
+        if comm.field(c.STATE) in (c.CLOSED, c.FORKED):  # IN_CALL and FAILED concern its collectives alone
             comm.check_open()
         self.rank, self.world_size, self.peer = comm.rank, comm.world_size, peer
         self.heap, self.layout, self.kernels = comm.heap, comm.layout, comm.kernels
@@ -104,7 +104,10 @@ class Channel:
         if status == c.STOPPED:
             error = self._stopped()
             self._failure = retold(error)  # in the middle of a message: the channel is finished
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else its frames would hold it, and it them
         if status != c.OK:
             raise explain(self)
 

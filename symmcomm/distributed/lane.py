@@ -64,6 +64,10 @@ class Lane:
             raise ConcurrentCallError(f"{self.name}: a call is under way below this signal handler")
         return True
 
+    def is_interrupted(self) -> bool:
+        """Whether this is a signal handler, and its own thread in a call of the lane."""
+        return self._is_mine() and self.inside
+
     def enter(self) -> bool:
         """Takes the lane for a synchronous call, if nothing runs or is queued."""
         if not self.take():
@@ -133,12 +137,15 @@ class Lane:
         self.pending.popleft().run()
 
     def close(self) -> None:
-        """Waits for what is queued and ends the threads."""
-        self._closed = True
+        """Waits for what is queued and ends the threads. In a signal handler above a call of its own thread, neither is
+        waited for."""
+        self._closed, interrupted = True, self.is_interrupted()
+        if self._is_mine() and not interrupted:  # it was left taken
+            self.leave()
         for _ in self._threads:
             self._wakeups.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and not interrupted:
                 thread.join()
 
     def _serve(self) -> None:

@@ -293,6 +293,10 @@ class Mailbox:
         for lane in (self._any, *self._inboxes.values(), *self._outboxes.values()):
             lane.timeout_s = timeout_s
 
+    def is_interrupted(self) -> bool:
+        """As ``Lane.is_interrupted``."""
+        return any(lane.is_interrupted() for lane in (*self._inboxes.values(), *self._outboxes.values()))
+
     def close(self) -> None:
         """Ends what waits with ClosedError, and the threads."""
         boxes: list[Inbox | Outbox] = [*self._inboxes.values(), *self._outboxes.values()]

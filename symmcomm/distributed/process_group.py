@@ -34,7 +34,7 @@ from symmcomm.distributed.point_to_point import Mailbox
 from symmcomm.distributed.profiling import ending
 from symmcomm.distributed.work import FINISHED, GroupedWork, PendingWork
 from symmcomm.env import Settings
-from symmcomm.errors import ArgumentError, ClosedError, ConcurrentCallError, DTypeError
+from symmcomm.errors import ArgumentError, ClosedError, DTypeError
 from symmcomm.kernels.cpu import context as c
 from symmcomm.memory.handle import Side
 
@@ -369,15 +369,15 @@ class SymmProcessGroup(dist.ProcessGroup):
         """Ends this rank's part: waits for its collectives, gives up its receives. Does not wait for peers."""
         if not self._open:
             return
-        self._open = False
+        self._open, interrupted = False, self._lane.is_interrupted() or self._mailbox.is_interrupted()
         self._store = self._fallback_store = None
         self._mailbox.close()
         self._lane.close()
         self._lane.busy.acquire(timeout=self._timeout_s)
-        try:
-            self.comm.close(wait=False)
-        except ConcurrentCallError:  # a call below this signal handler, which ends next; its memory stays
+        if interrupted or self.comm.field(c.STATE) == c.IN_CALL:  # a call goes on, which ends next; its memory stays
             self.comm.watch.interrupt = self.comm.watch.interrupt or ClosedError("the process group was destroyed")
+        else:
+            self.comm.close(wait=False)
         if self._nccl is not None:
             self._nccl.shutdown()
 

@@ -316,8 +316,8 @@ def _one_way(
     flagged = ll_shape(part_bytes, world_size, num_sms, itemsize=itemsize) if is_small else None
     if flagged is not None and part_bytes < _LAMPORT_FROM:
         return flagged
-    unflagged = lamport_shape(part_bytes, world_size, num_sms) if part_bytes <= lamport_bytes else None
-    return unflagged or flagged
+    lamport = lamport_shape(part_bytes, world_size, num_sms) if part_bytes <= lamport_bytes else None
+    return lamport or flagged
 
 
 def _is_small(part_bytes: int, world_size: int, at: Thresholds) -> bool:

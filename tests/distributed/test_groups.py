@@ -229,6 +229,9 @@ def call_on_a_destroyed_group() -> None:
     for later in (False, True):
         with pytest.raises((RuntimeError, ValueError)):
             group.allreduce([torch.ones(3)]) if later else dist.all_reduce(torch.ones(3), group=group)
+    for call in (group.send, group.recv):
+        with pytest.raises(ClosedError):
+            call([torch.ones(3)], 1 - dist.get_rank(), 0).wait()
     dist.barrier()
     dist.destroy_process_group()
 

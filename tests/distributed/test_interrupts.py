@@ -169,13 +169,13 @@ def test_receive_of_a_handler(source: int | None, handlers_source: int | None) -
     run_ranks(receive_of_a_handler, 2, source, handlers_source)
 
 
-def destroyed_by_a_handler(exits: bool) -> None:
+def destroyed_by_a_handler(call: str, exits: bool) -> None:
     """As a job that is told to end does it: the call that the handler interrupts ends as well."""
-    moment = agreed_time(started("all_reduce of the group"), SOON_S)
+    moment = agreed_time(started(call), SOON_S)
     if dist.get_rank() == 1:
         sleep_until(moment + 0.5)
         with contextlib.suppress(PeerAbortedError):
-            dist.barrier()
+            CALLS[call](dist.group.WORLD.comm)
         return
 
     def handler(*_: object) -> None:
@@ -185,14 +185,15 @@ def destroyed_by_a_handler(exits: bool) -> None:
 
     signal.signal(signal.SIGUSR1, handler)
     signal_self_at(moment, signal.SIGUSR1)
-    with pytest.raises(SystemExit if exits else ClosedError):
-        dist.barrier()
+    with pytest.raises((SystemExit, ClosedError) if exits else ClosedError):
+        CALLS[call](dist.group.WORLD.comm)
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("exits", [True, False])
-def test_destroyed_by_a_handler(exits: bool) -> None:
-    run_ranks(destroyed_by_a_handler, 2, exits)
+@pytest.mark.parametrize("call", ["all_reduce of the group", "message of the group"])
+def test_destroyed_by_a_handler(call: str, exits: bool) -> None:
+    run_ranks(destroyed_by_a_handler, 2, call, exits)
 
 
 def lane_left_taken() -> None:
@@ -216,8 +217,10 @@ def lane_left_taken() -> None:
         received = dist.irecv(message, 1 - rank)
         received.get_future().wait()
     assert tensor[0] == 2**9
-    assert lane.busy.acquire(False)
+    queued = dist.all_reduce(tensor, async_op=True)
+    assert lane.busy.acquire(True)
     dist.destroy_process_group()
+    assert queued.is_completed()
 
 
 def test_lane_left_taken() -> None:

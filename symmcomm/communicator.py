@@ -50,6 +50,7 @@ from symmcomm.watch import Watch
 if TYPE_CHECKING:
     from symmcomm.collectives.gpu import GpuCollectives
 
+_FORKED = "this communicator belongs to the parent process: a forked child must call init() anew"
 _CONCURRENT = "a call is under way, in another thread (split() gives each its own) or below this signal handler"
 
 
@@ -66,7 +67,7 @@ class Communicator:
         topology: what joins the ranks; topology_is_given: by the user, for their GPUs as well.
         ring_from: the rings it suggests, and the least bytes of input that they take.
         bootstrap_name: how the ranks found each other.
-        in_child: what a forked child calls, to refuse what is the parent's.
+        in_child: what a forked child calls with the error that whatever is the parent's must then raise.
     """
 
     device, multicast_base = torch.device("cpu"), 0
@@ -124,7 +125,7 @@ class Communicator:
         self.heap_address, self.heap_bytes = self.heap.own_address, self.heap.stride
         self.signal_pad = self.layout.signal_pad
         self.gpu: GpuCollectives | None = None
-        self.in_child: list[Callable[[], None]] = []
+        self.in_child: list[Callable[[ClosedError], None]] = []
         self._failure: SymmCommError | None = None
         self._tables = threading.Lock()
         self._pages = [
@@ -322,10 +323,8 @@ class Communicator:
         if status == c.MISMATCH:
             raise explain(self)
         state = int(self._context[c.STATE])
-        if state == c.FORKED:
-            raise ClosedError("this communicator belongs to the parent process: a forked child must call init() anew")
-        if state == c.CLOSED:
-            raise ClosedError("the communicator is closed")
+        if state in (c.FORKED, c.CLOSED):
+            raise ClosedError(_FORKED if state == c.FORKED else "the communicator is closed")
         if state == c.FAILED and self._failure is not None:
             raise retold(self._failure)
         raise ConcurrentCallError(_CONCURRENT)
@@ -338,8 +337,8 @@ def _after_fork() -> None:
     for comm in list(_open):
         comm._context[c.STATE] = c.FORKED
         comm.heap_bytes = 0
-        for leave_to_parent in comm.in_child:
-            leave_to_parent()
+        for refuse in comm.in_child:
+            refuse(ClosedError(_FORKED))
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -32,7 +32,7 @@ from symmcomm.bench.report import versions
 from symmcomm.bench.team import SpawnedTeam
 from symmcomm.doctor_gpu import GpuDiagnosis, examine_gpus, reach_table
 from symmcomm.env import Settings, multicast_vetoes
-from symmcomm.errors import SymmCommError
+from symmcomm.errors import SymmCommError, in_words
 from symmcomm.kernels.cache import gpu_folder
 from symmcomm.kernels.compile import cache_folder
 from symmcomm.memory import private
@@ -60,7 +60,7 @@ def _never_raises(probe: Callable[..., Probe]) -> Callable[..., Probe]:
         try:
             return probe(*args)
         except Exception as error:  # whatever it is, it is the reason
-            return Probe(Status.refused, f"{type(error).__name__}: {error}")
+            return Probe(Status.refused, in_words(error))
 
     return guarded
 

@@ -21,6 +21,7 @@ import torch
 
 from symmcomm.bootstrap.host import host_identity
 from symmcomm.env import Settings
+from symmcomm.errors import in_words
 from symmcomm.memory.cuda_driver import CudaDevice, call, load_driver
 from symmcomm.memory.cuda_ipc import IpcProvider
 from symmcomm.memory.cuda_vmm import VmmProvider, device_granularity
@@ -36,7 +37,7 @@ def _never_raises(probe: Callable[..., Attempt]) -> Callable[..., Attempt]:
         try:
             return probe(*args)
         except Exception as error:
-            return Attempt(False, f"{type(error).__name__}: {error}")
+            return Attempt(False, in_words(error))
 
     return guarded
 
@@ -141,7 +142,7 @@ def probe_facts(ordinal: int, settings: Settings, driver: Any = None, nvml: Any 
     try:
         return _facts(CudaDevice(ordinal, driver), settings, nvml)
     except Exception as error:
-        return GpuFacts(device=Attempt(False, f"GPU {ordinal}: {type(error).__name__}: {error}"))
+        return GpuFacts(device=Attempt(False, f"GPU {ordinal}: {in_words(error)}"))
 
 
 def _facts(device: CudaDevice, settings: Settings, nvml: Any) -> GpuFacts:

@@ -20,6 +20,7 @@ from symmcomm.bench.gpu_peers import Refused
 from symmcomm.bench.implementations import Buffers, Call, Implementation
 from symmcomm.communicator import Communicator
 from symmcomm.env import multicast_vetoes
+from symmcomm.errors import in_words
 from symmcomm.schedule.dtypes import DType, Op
 
 _MOVES = (Collective.all_gather, Collective.all_to_all, Collective.broadcast)
@@ -41,7 +42,7 @@ def implementation(comm: Communicator, device: torch.device) -> Implementation:
         core = importlib.import_module("nvshmem.core")
         reason = ""
     except Exception as error:  # its library is missing, or one of its dependencies
-        reason = f"{type(error).__name__}: {error}"
+        reason = in_words(error)
     reasons = [answer.decode() for answer in comm.all_gather_bytes(reason.encode())]
     for rank, text in enumerate(reasons):
         if text:

@@ -40,7 +40,7 @@ from symmcomm.bench.place import make_place
 from symmcomm.bench.timer import Answer, Timer
 from symmcomm.bootstrap import Bootstrap, connect
 from symmcomm.env import Settings
-from symmcomm.errors import SymmCommError
+from symmcomm.errors import SymmCommError, in_words
 
 _IDLE_S = 24 * 3600.0
 _LATE_S = 0.01
@@ -108,7 +108,7 @@ class Rank:
             if name in OWN or isinstance(error, (SymmCommError, getattr(torch, "AcceleratorError", SymmCommError))):
                 raise  # with the GPU's context gone, no later figure would mean anything
             self._bound.pop(name, None)
-            return {"refusal": f"{type(error).__name__}: {error}"[:_MESSAGE]}
+            return {"refusal": in_words(error)[:_MESSAGE]}
 
     def _checked(self, name: str, implementations: Sequence[Implementation], case: Case) -> Answer:
         """Allocates, and checks one result."""

@@ -140,8 +140,8 @@ class GpuMemory:
         self.ring_tables: dict[tuple[object, ...], tuple[Plan, torch.Tensor]] = {}  # on the device, as long as the heap
         self._failure: SymmCommError | None = None
         self._fill_state()
-        comm.in_child.append(self._leave_to_parent)
         self.extend_multicast()
+        comm.in_child.append(self.stop)
 
     @property
     def tuned_for(self) -> World:
@@ -370,10 +370,6 @@ class GpuMemory:
             if agree is not None:  # no rank is before the barrier of ``Communicator.close``; else it stays
                 self.multicast.close()
             self.heap.close(agree)
-
-    def _leave_to_parent(self) -> None:
-        """In a forked child: refuses calls, and touches nothing of the parent's."""
-        self.stop(ClosedError("this communicator belongs to the parent process"))
 
     def stop(self, error: BaseException) -> None:
         """Refuses calls with this error from now on."""

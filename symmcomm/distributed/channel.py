@@ -72,7 +72,7 @@ class Channel:
         self._taken = ctypes.c_int64.from_address(comm.field(c.CHUNKS_TAKEN) + 8 * peer)
         self._queue = comm.heap.base + peer * comm.heap.stride + comm.layout.messages
         self._failure: SymmCommError | None = None
-        comm.in_child.append(self._leave_to_parent)
+        comm.in_child.append(self._refuse)
 
     def field(self, number: int) -> int:
         """As ``Communicator.field``."""
@@ -87,8 +87,8 @@ class Channel:
         """Ends what waits and refuses what comes."""
         self.watch.interrupt = self._failure = ClosedError("the process group is destroyed")
 
-    def _leave_to_parent(self) -> None:
-        self._failure = ClosedError("this process group belongs to the parent process")
+    def _refuse(self, error: SymmCommError) -> None:
+        self._failure = error
 
     def release(self) -> None:
         """Closes the descriptors; nothing runs any more."""

@@ -10,7 +10,8 @@ queue after letting go of it.
 A signal handler may raise, as Ctrl-C does, just when a thread has taken the lane, or is about to let go of it. The lane
 then stays that thread's: it alone can take it again, and lets go of it all when it next leaves. ``inside`` tells this
 from a handler that makes a call while its own thread is in one, and is refused: who takes the lane sets it within the
-``try`` block, and clears it first thing in ``finally``. Python runs handlers after calls only, so neither is missed.
+``try`` block, and clears it first thing in ``finally``. CPython runs handlers after calls, where functions start and
+where loops jump back, never at a bare assignment: so ``inside`` is true in the call, and false once the block is left.
 
 Futures are completed after the lane is let go of, since callbacks may make calls and wait for them, as DDP's hooks do.
 If that happens while all threads of the lane are in callbacks, it gets another one.

@@ -381,7 +381,7 @@ class SymmProcessGroup(dist.ProcessGroup):
         if self._nccl is not None:
             self._nccl.shutdown()
 
-    def _leave_to_parent(self) -> None:
+    def _leave_to_parent(self, _: ClosedError) -> None:
         """In a forked child: nothing is to be waited for, and nothing to be given back."""
         self._open = False
 

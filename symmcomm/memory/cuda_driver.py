@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from symmcomm.errors import ArgumentError, CudaError, OutOfSymmetricMemoryError
+from symmcomm.errors import ArgumentError, CudaError, OutOfSymmetricMemoryError, in_words
 
 _OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
@@ -28,7 +28,7 @@ def load_driver() -> Any:
         driver = importlib.import_module("cuda.bindings.driver")
         code = driver.cuInit(0)[0]
     except Exception as error:  # the loader's own exception types differ from version to version
-        raise CudaError(f"the CUDA driver cannot be loaded: {type(error).__name__}: {error}", "") from None
+        raise CudaError(f"the CUDA driver cannot be loaded: {in_words(error)}", "") from None
     if code:
         raise CudaError(f"cuInit failed: {code.name}", code.name)
     return driver

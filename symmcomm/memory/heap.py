@@ -19,7 +19,14 @@ from itertools import accumulate
 
 import torch
 
-from symmcomm.errors import ArgumentError, ExchangeError, MismatchError, OutOfSymmetricMemoryError, SymmCommError
+from symmcomm.errors import (
+    ArgumentError,
+    ExchangeError,
+    MismatchError,
+    OutOfSymmetricMemoryError,
+    SymmCommError,
+    in_words,
+)
 from symmcomm.memory.allocator import Allocator
 from symmcomm.memory.exchange import DescriptorExchange
 from symmcomm.memory.posix import PosixProvider
@@ -195,7 +202,7 @@ class SymmetricHeap:
                 raise failure
             return [text] * self.world_size
         full = isinstance(failure, OutOfSymmetricMemoryError)
-        answer = json.dumps([f"{type(failure).__name__}: {failure}" if failure else "", full, text])
+        answer = json.dumps([in_words(failure) if failure else "", full, text])
         answers = [json.loads(each) for each in agree(answer.encode())]
         if failure is not None:
             raise failure

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from symmcomm.errors import ArgumentError
+from symmcomm.errors import ArgumentError, in_words
 from symmcomm.schedule.select import NEVER
 from symmcomm.schedule.select_gpu import DEFAULT, Thresholds
 
@@ -39,7 +39,7 @@ def _parse(text: str) -> list[tuple[World, Thresholds]]:
             found.append((world, Thresholds(**known)))
         return found
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ArgumentError(f"this is not a table of thresholds: {type(error).__name__}: {error}") from None
+        raise ArgumentError(f"this is not a table of thresholds: {in_words(error)}") from None
 
 
 def lookup(text: str, world: World) -> Thresholds:

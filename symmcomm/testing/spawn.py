@@ -31,6 +31,8 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+from symmcomm.errors import in_words
+
 _DUMP_SIGNAL = signal.SIGUSR2
 _DUMP_PATIENCE_S = 0.5
 _GRIEF_S = 20.0  # for the others to end after a rank has failed that should not
@@ -355,7 +357,7 @@ def _portable(error: BaseException) -> BaseException:
         pickle.loads(pickle.dumps(error))
         return error
     except Exception:  # pickling runs the exception's own code
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return RuntimeError(in_words(error))
 
 
 def merged(env: Mapping[str, str | None]) -> dict[str, str]:
